@@ -1,1 +1,1 @@
-"""What a data set holds, what a job will cost, what limits it, and how runs compare: everything around training."""
+"""Everything around training: inspecting data, planning and benchmarking jobs, comparing runs."""

@@ -41,19 +41,19 @@ from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 
 HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 100
-# How long requests may take when the server ends.
+# Time limit of open requests when the server ends.
 GRACE_SECONDS = 1
 LOOK_SECONDS = 1.0
-# A line without meaning keeps the stream open, and shows when the reader has gone.
+# A comment line keeps the stream open, and detects a closed connection.
 IDLE_SECONDS = 15.0
-# Images to classify: so many are received at a time, of so many bytes, each within so many seconds.
+# Limits of images to classify: concurrent uploads, bytes, and seconds for each.
 UPLOADS_AT_ONCE, MAX_UPLOAD_BYTES, UPLOAD_SECONDS = 2, 64 * 2**20, 60.0
 MODELS_KEPT = 2
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# A report has its own policy; as a file of a run it gets no access to the board.
+# A report has its own policy, without access to the board.
 FILE_POLICY = "sandbox allow-scripts allow-popups"
 SERVED = {run_files.REPORT, *run_files.PICTURES, *(picture for _, _, picture in CHARTS)}
 STATIC = Path(__file__).parent / "static"
@@ -92,8 +92,8 @@ class BoardApp:
     """The handlers of requests.
 
     Args:
-        is_ending: returns whether streams must end, since the server ends.
-        classify: answers an image; a parameter for tests without a model.
+        is_ending: returns whether streams must end because the server does.
+        classify: classifies an image; a parameter for tests without a model.
     """
 
     def __init__(self, store: RunStore, is_ending: Callable[[], bool], classify: Classify | None = None) -> None:
@@ -224,12 +224,12 @@ async def _received(request: Request) -> bytes:
     return bytes(content)
 
 
-# One image at a time, and few models that are read.
+# One image at a time, and few loaded models.
 _classifying = threading.Lock()
 
 
 def classify_image(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the `predictions` of one image. Raises InputError where the image or the run cannot be read."""
+    """Return the `predictions` of one image. Raises InputError if the image or the run cannot be read."""
     weights = path / run_files.WEIGHTS
     with _classifying:
         run = _loaded(path, weights.stat().st_mtime_ns if weights.is_file() else 0)
@@ -264,14 +264,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    # A failure that nobody foresaw is answered with its name: the server goes on.
+    # Unexpected errors are answered by name, and the server continues.
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
 def make_app(
     store: RunStore, token: str, *, is_ending: Callable[[], bool] = lambda: False, classify: Classify | None = None
 ) -> Starlette:
-    """Return the application; it looks at the runs for the first time when it starts."""
+    """Return the application, which reads the runs when it starts."""
     board = BoardApp(store, is_ending, classify)
 
     @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
-"""The runs below a folder for the board, read again only where something has changed; nothing is written.
+"""The runs below a folder for the board, read again only after changes; nothing is written.
 
-Every file of a run is replaced by renaming, which changes the time of its folder. So a look at all runs lists the
-folders, and reads the files of those with another time.
+Every file of a run is replaced by renaming, which changes the time of its folder. So a refresh lists the folders, and
+reads the files of those with another time.
 
 Shape letters: N samples, K classes, H height, W width, C channels.
 """
@@ -36,11 +36,11 @@ from flatout.utils.errors import InputError
 from flatout.utils.run_files import METRICS, PREDICTIONS, RECIPE, SUMMARY, WEIGHTS, Predictions, RunFiles, visible
 from flatout.utils.style import finite
 
-# Runs are found so many folders deep, among so many folders.
+# Maximum depth of runs, and maximum number of folders.
 MAX_DEPTH, MAX_FOLDERS = 5, 20_000
-# A run on another host, whose process cannot be asked, is taken to live while it writes something at least so often.
+# A run on another host, whose process cannot be checked, counts as running while it writes at least this often.
 SILENT_SECONDS = 120.0
-# A folder that changed so recently may change again without another time.
+# A folder changed this recently may change again with the same time.
 CLOCK_SECONDS = 0.1
 SPARK_POINTS = 32
 # Charts of other commands, with their figures: kind, file of figures, picture.
@@ -51,13 +51,13 @@ CHARTS = (
 )
 _OF_A_RUN = {METRICS, SUMMARY, WEIGHTS}
 _NOT_RUNS = {run_files.CHECKPOINTS, run_files.LOGS}
-# Figures of a run that its page shows, except for the main metric.
+# Metrics on a run's page, except for the main one.
 FIGURES = (
     *("test_loss", "valid_loss", "test_count", "valid_count", "train_images", "images_trained", "best_epoch"),
     *("kept_epoch", "input_wait_fraction", "communication_fraction", "peak_rss_bytes", "peak_device_bytes"),
     *("setup_seconds", "precision", "batch_size", "runs_on", "verdict", "notes", "machine", "versions"),
 )
-# The end of logs and of figures within epochs that a page gets.
+# Bytes at the end of logs and live metrics that a page receives.
 TAIL_BYTES = 2**19
 # Runs whose predictions are kept, images of an answer, the size of a single image, and the orders of a gallery.
 KEPT_RUNS, MAX_AT_ONCE, FULL_PIXELS = 4, 500, 2048
@@ -70,7 +70,7 @@ ORDERS = ("confident", "unsure", "data")
 class RunStore:
     """The runs below a folder and their charts, as plain values. Every change gets a version number.
 
-    Versions are larger than those of boards that were started earlier, for pages that stay open.
+    Versions are larger than those of earlier boards, for pages that stay open.
 
     Attributes:
         root: the folder; it may appear later.
@@ -101,7 +101,7 @@ class RunStore:
     def since(self, version: int) -> dict[str, Any]:
         """Return the changes after a version: `runs`, names in `removed`, and `charts` if one of them has changed.
 
-        After a version of an earlier board everything is returned (`is_whole`), and replaces what a page has.
+        After a version of an earlier board, everything is returned (`is_whole`) and replaces the content of a page.
         """
         with self._lock:
             is_whole = version < self._first
@@ -125,7 +125,7 @@ class RunStore:
         if len(found) >= MAX_FOLDERS:
             self.notes.append(f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs.")
         now = time.time_ns()
-        # The newest come first: they are at the top of the page while the rest is read.
+        # The newest are first, at the top of the page, while the rest is read.
         for path, (changed, files) in sorted(found.items(), key=lambda item: -item[1][0]):
             if self._times.get(path) != changed or self._has_died(path):
                 self._read(path, files)
@@ -231,7 +231,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, Any]:
     recipe = run_files.read_recipe(path)[1]
-    # The path is on the page already.
+    # The page already shows the path.
     problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
     problem = f"It {problem}" if problem.startswith("has ") else problem
     has_epochs = (path / METRICS).exists() or (path / SUMMARY).exists()
@@ -246,7 +246,7 @@ def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, 
 
 
 def _result(files: RunFiles) -> dict[str, Any]:
-    """Return the main metric: of the test images, else the validation images, else the last epoch's; and its course."""
+    """Return the main metric: on test images, else validation images, else of the last epoch; and its history."""
     task = task_named(files.summary.get("task") or files.recipe.get("task"))
     metric = task.metric_names[0]
     found: dict[str, Any] = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
@@ -287,7 +287,7 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
 
 
 def _problems(files: RunFiles, status: str) -> list[str]:
-    """Return sentences about absent and damaged files, and about a version that this one does not know."""
+    """Return sentences about absent and damaged files, and about an unknown version."""
     missing = dict(files.missing)
     if status == "running":
         missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
@@ -383,7 +383,7 @@ class Watch:
 
 
 def _last_lines(path: Path) -> list[str]:
-    """Return the whole lines at the end of a file that grows."""
+    """Return the complete lines at the end of a growing file."""
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(start)
@@ -408,8 +408,8 @@ class StoredPredictions:
 
     Attributes:
         images: those of the pack, [P, H, W, C]; None without a pack.
-        why: the reason, as a sentence; empty if there is one.
-        white: the pixel that is shown as white.
+        why: the reason why there is no pack, or "".
+        white: the pixel value shown as white.
         right, confidence: of each prediction, bool [N] and float [N]; `right` is None in regression.
     """
 
@@ -498,12 +498,12 @@ class StoredPredictions:
             raise InputError(f"there is no image {i}: there are {len(self.stored.labels):,}")
 
 
-# A run is read once, however many images of it are asked for at the same time.
+# A run is read once, even for concurrent requests.
 _reading = threading.Lock()
 
 
 def read_stored(run: Path) -> StoredPredictions:
-    """Return the predictions of a run, read again when the file changes. Raises InputError where it has none."""
+    """Return the predictions of a run, read again when the file changes. Raises InputError if there are none."""
     path = run / PREDICTIONS
     with _reading:
         return _read_stored(run, path.stat().st_mtime_ns if path.is_file() else 0)

@@ -39,21 +39,21 @@ from flatout.utils.console import aligned
 FEW_IMAGES = 10
 _MAX_LISTED, _MAX_SHAPES = 20, 5
 
-# Hashes of a pair differ in at most 3 of 64 bits, so that at least 3 of 6 bands are equal. Bits of a band are from all
-# over the image: the borders of many images are alike.
+# Hashes of a pair differ in at most 3 of 64 bits, so that at least 3 of 6 bands are equal. The bits of a band are
+# spread over the image: the borders of many images are alike.
 MAX_BITS, BANDS, EQUAL_BANDS = 3, 6, 3
 _MASKS = np.array([sum(1 << bit for bit in range(band, 64, BANDS)) for band in range(BANDS)], np.uint64)
-# Neighbouring blocks that differ by less than this, of 255, count as equal: what JPEG adds to a flat area.
+# Neighbouring blocks that differ by less than this, of 255, count as equal: JPEG noise in a flat area.
 _MARGIN = 2.0
-# Hashes of different images are often equal where a class has one outline. Of copies at half the size and JPEG quality
-# 40, 99 of 100 reach this correlation; of MNIST's test and training images not one pair does.
+# Hashes of different images are often equal if a class has one outline. Of copies at half the size and JPEG quality 40,
+# 99 of 100 reach this correlation; of MNIST's test and training images not one pair does.
 _MIN_CORRELATION = 0.998
 _PAIRS_AT_ONCE, _COMPARED_AT_ONCE = 2**20, 2**14
 
 
 @dataclass(frozen=True)
 class PerceptualHashes:
-    """N images in short: difference hashes, uint64 [N], and grey thumbnails, uint8 [N, 324]."""
+    """Perceptual hashes of N images: difference hashes, uint64 [N], and grey thumbnails, uint8 [N, 324]."""
 
     hashes: np.ndarray
     thumbnails: np.ndarray
@@ -65,7 +65,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     An image is `{name, split, class_name}`: its file, or split[index] for arrays, and its label in words.
 
     Returns:
-        kind, path, task, notes: as in `ImageDataset`.
+        kind, path, task, notes: see `ImageDataset`.
         images: split -> number of images.
         counts: split -> class -> number of images; without classes in regression.
         numbers: split -> smallest, median and largest label of a regression; empty otherwise.
@@ -78,7 +78,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
         near_duplicates: pairs of images in different splits that look the same but are not identical.
         divided_groups: group -> split -> number of images, for those of `data.group_column` in more than one split.
         extreme: images of an extreme shape or size, as "name (WIDTHxHEIGHT)".
-        small_classes: class -> number of training images, where these are few.
+        small_classes: class -> number of training images, if small.
     """
     headers, digests, hashes = _inspect(source, report)
 
@@ -150,11 +150,11 @@ def _divided_groups(source: ImageDataset) -> dict[str, dict[str, int]]:
 
 
 def hash_images(images_NHWC: np.ndarray) -> PerceptualHashes:
-    """Hash reduced images, uint8 or uint16 [N, 72, 72, C]: a bit is 1 where a block is brighter than its left one."""
+    """Hash reduced images, uint8 or uint16 [N, 72, 72, C]: a bit is 1 if a block is brighter than its left one."""
     count = len(images_NHWC)
     grey = images_NHWC.mean(axis=3, dtype=np.float32)
     if images_NHWC.dtype == np.uint16:
-        # Many use but a part of their range.
+        # Many use only a part of their range.
         grey *= np.float32(255) / np.maximum(grey.max(axis=(1, 2), keepdims=True), 1)
     blocks = grey.reshape(count, 8, COMPARED_SIZE // 8, 9, COMPARED_SIZE // 9).mean(axis=(2, 4))
     is_brighter = blocks[:, :, 1:] > blocks[:, :, :-1] + _MARGIN
@@ -166,7 +166,7 @@ def hash_images(images_NHWC: np.ndarray) -> PerceptualHashes:
 def _near_duplicates(
     source: ImageDataset, digests: dict[int, bytes], hashes: PerceptualHashes
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices across splits; of identical images in one split the first one stands for all."""
+    """Yield pairs of indices across splits; identical images in one split are represented by the first."""
     first: dict[tuple[bytes, str], tuple[int, int]] = {}
     for row, (index, digest) in enumerate(digests.items()):
         first.setdefault((digest, source.split_of(index)), (index, row))
@@ -183,7 +183,7 @@ def find_pairs(images: PerceptualHashes, splits: np.ndarray) -> np.ndarray:
     """Return the pairs of nearly identical images in different splits, int64 [P, 2], sorted; blank ones are in none.
 
     Args:
-        splits: the number of the split of each image, int64 [N].
+        splits: the split index of each image, int64 [N].
     """
     shown = np.flatnonzero(images.thumbnails.std(axis=1, dtype=np.float32) >= MIN_CONTRAST)
     found = [np.empty((0, 2), np.int64)]
@@ -222,7 +222,7 @@ def _are_alike(thumbnails: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 def format_check(result: dict[str, Any]) -> list[str]:
-    """Return a result of `check` as lines of text; long lists are cut, with a count."""
+    """Return a result of `check` as lines of text; long lists are shortened, with a count."""
     classes = tuple(next(iter(result["counts"].values())))
     spans = {split: (0, count) for split, count in result["images"].items()}
     lines = [describe(result["kind"], classes, spans, result["task"]), *(f"note: {note}" for note in result["notes"])]
@@ -252,7 +252,7 @@ def _format_classes(counts: dict[str, dict[str, int]], classes: tuple[str, ...])
 
 
 def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and items; those that few data sets need are left out where they are empty."""
+    """Yield titles and items; rare sections are omitted if empty."""
     yield "unreadable files", [f"{bad['name']}: {bad['reason']}" for bad in result["unreadable"]]
     for title, key in (
         ("groups of identical images", "duplicates"),

@@ -1,4 +1,4 @@
-"""Images of a data set: their headers, names and labels, small, blank, and as a model gets them.
+"""Images of a data set: headers, names, labels, thumbnails, blank images, and model inputs.
 
 Shape letters: N images of the data set, M of them, V views, H height, W width, C channels.
 """
@@ -31,14 +31,14 @@ from flatout.utils.run_files import visible
 
 T = TypeVar("T")
 
-# Images are extreme with one side this many times the other, or as much larger or smaller than the median image.
+# Images are extreme if one side is this many times the other, or the size this many times the median or less.
 EXTREME = 4.0
 # Height and width to which images are reduced to compare them, and the standard deviation below which one is blank.
 COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
-# Files are decoded in the order of their bytes per pixel, so many at a time, until none of these is blank. A header
-# takes about so many bytes. Of arrays, so many bytes are searched.
+# Blank files are searched for by bytes per pixel, this many at a time, until none is blank. The approximate size of a
+# header. Bytes of arrays that are searched.
 _BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2**30
-# So many files are inspected by a thread in turn, and so many images of arrays reduced at once.
+# Files per task of a thread, and images of arrays reduced at once.
 _FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
 
 
@@ -60,7 +60,7 @@ class Headers:
     def extreme(self) -> np.ndarray:
         """Return the indices of images with an extreme aspect ratio or size, int64, the most extreme first.
 
-        The size is the root of the area, compared with the median.
+        Sizes are square roots of the area, compared with the median.
         """
         readable = np.flatnonzero(self.widths)
         if not len(readable):
@@ -162,7 +162,7 @@ def reduce_arrays(images_NHWC: np.ndarray, size: Size = COMPARED_SIZE) -> Iterat
 def survey(source: ImageDataset, report: Progress) -> tuple[Headers, list[int]]:
     """Return the headers of all images, and the indices of blank ones.
 
-    Among files, those with the fewest bytes per pixel are decoded to find blank ones, and nothing else is.
+    Only files with the fewest bytes per pixel are decoded, to find blank ones.
 
     Raises:
         InputError: FLATOUT_MAX_PIXELS is not a number.
@@ -186,7 +186,7 @@ def survey(source: ImageDataset, report: Progress) -> tuple[Headers, list[int]]:
 
 
 def _read_header(file: ImageBytes) -> tuple[ImageHeader, float]:
-    """Return the header and the bytes per pixel; of a file, nothing else is read."""
+    """Return the header and the bytes per pixel, without reading more of a file."""
     content = file if isinstance(file, Path) else read_file(file)
     header = read_header(content)
     size = content.stat().st_size if isinstance(content, Path) else len(content)
@@ -202,7 +202,7 @@ def _is_blank_file(file: ImageBytes) -> bool:
 
 
 def _are_blank(images_NHWC: np.ndarray) -> np.ndarray:
-    """Return whether images have one colour, bool [N]; of 16 bits, many use but a part of their range."""
+    """Whether images have one colour, bool [N]; many 16-bit images use only a part of their range."""
     images = images_NHWC.astype(np.float32)
     if images_NHWC.dtype == np.uint16:
         images *= 255 / np.maximum(images.max(axis=(1, 2, 3), keepdims=True), 1)
@@ -210,7 +210,7 @@ def _are_blank(images_NHWC: np.ndarray) -> np.ndarray:
 
 
 def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
-    """Return images in their own shape, uint8 [H, W, 1 or 3], small; None for unreadable ones."""
+    """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
 
     def fitting(height: int, width: int) -> tuple[int, int]:
         scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
@@ -233,7 +233,7 @@ def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray 
 
 
 def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
-    """Return an image as pages show it: a data URI, and whether its pixels are enlarged one by one."""
+    """Return an image for a page: a data URI, and whether it is enlarged without interpolation."""
     if image_HWC is None:
         return {"image": "", "tiny": False}
     return {"image": thumbnail(image_HWC), "tiny": max(image_HWC.shape[:2]) < SMOOTH_FROM_PIXELS}
@@ -249,7 +249,7 @@ def name_of(source: ImageDataset, index: int) -> str:
 
 
 def label_of(source: ImageDataset, index: int, *, empty: str = "none") -> str:
-    """Return the label of an image in words; `empty` for an image that has none of several classes."""
+    """Return the label of an image in words; `empty` for a multi-label image without classes."""
     label = source.labels[index]
     if source.task == "regression":
         return f"{label:g}"
@@ -272,7 +272,7 @@ def label_figures(source: ImageDataset) -> dict[str, Any]:
 
 
 def stored(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Return images as a pack of the recipe stores them, [M, H, W, C], and their indices, without unreadable ones.
+    """Return the stored form of readable images, [M, H, W, C], as in a pack, and their indices.
 
     Raises:
         InputError: the channels of arrays are not those of the recipe.
@@ -299,7 +299,7 @@ def stored(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tupl
 
 
 def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
-    """Return readable training images as the training code makes them in V epochs, uint8 [M, V, H, W, 1 or 3].
+    """Return augmented readable training images in V epochs, uint8 [M, V, H, W, 1 or 3].
 
     The recipe has a mean and a standard deviation; sample i is the i-th training image.
     """

@@ -1,13 +1,13 @@
-"""`flatout check DATA --labels`: wrong labels, found by networks that were not trained on the images they judge.
+"""`flatout check DATA --labels`: wrong labels, found by out-of-fold predictions.
 
 The images are divided into folds. For each fold a network is trained briefly on the others; all trainings together take
-about as long as one. Where the recipe starts from published weights, only the head is trained, on cached features.
+about as long as one. If the recipe starts from published weights, only the head is trained, on cached features.
 
-Confident learning judges the labels, after Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in
+The method is confident learning, after Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in
 Dataset Labels" (JAIR 70, 2021, arXiv 1911.00068): how often images of other classes get a label is estimated together
-with which labels these are. The paper counts errors by thresholds on probabilities; of what a short training confuses,
-that takes much for errors. Here probabilities are calibrated with a bias for each class, and Bayes' rule gives the
-probability that a label is wrong (see `probability_wrong`).
+with which labels these are. The paper counts errors by thresholds on probabilities, which after a short training
+reports many confusions as errors. Here probabilities are calibrated with a bias for each class, and Bayes' rule gives
+the probability that a label is wrong (see `probability_wrong`).
 
 Shape letters: N images, K classes, E errors.
 """
@@ -46,14 +46,14 @@ PAGE, SUGGESTIONS = "label-errors.html", "label-errors.csv"
 COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")
 # Three trainings on two thirds of the images, each 0.6 times as long as one, take 1.2 times as long together.
 FOLDS, SHARE_OF_EPOCHS, COST_OF_FOLDS = 3, 0.6, 1.2
-# A label is listed from this probability on that it is wrong, since looking at an image costs less than a missed error;
-# it is changed only where it is more likely wrong than right.
+# A label is listed if it is wrong with this probability, since looking at an image costs less than a missed error; it
+# is changed only if it is more likely wrong than right.
 LISTED_FROM, APPLIED_FROM = 0.15, 0.5
-# The share of wrong labels that the estimate starts from, the most steps, and the change that ends it, in images.
+# Initial share of wrong labels, maximum iterations, and the tolerance in images.
 START, MAX_STEPS, MIN_CHANGE = 0.1, 500, 0.01
 # Errors with pictures on the page, pairs of classes there, and lines on the screen.
 MAX_SHOWN, MAX_PAIRS, MAX_LISTED = 200, 20, 20
-# Below this share of labels that the networks agree with, most of what they suggest is wrong.
+# Below this agreement of networks and labels, most suggestions are wrong.
 MIN_AGREEMENT = 0.9
 
 
@@ -64,7 +64,7 @@ class LabelError(NamedTuple):
     """A label that is likely wrong.
 
     Attributes:
-        index: of the image.
+        index: the index of the image.
         given, suggested: classes; in multi-label tasks `given` is the class whose presence is wrong, and `suggested` 1
             where it should be added, 0 where removed.
         confidence: the probability that the label is wrong.
@@ -79,10 +79,10 @@ class LabelError(NamedTuple):
 def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
     """Return the probability that each label is wrong, float64 [N].
 
-    An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is that of being of class k, s the share of
+    An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is the probability of class k, s the share of
     wrong labels, and r the rate at which images of other classes are labelled k. The label k is wrong with probability
-    (1 - c) r / p. The mean of these is s again, until it stays the same. The share is one for all classes: where a
-    network knows little, shares of single classes would grow until all labels of a class are wrong.
+    (1 - c) r / p. Their mean is the next s, until it converges. All classes have the same share: with a weak network,
+    shares of single classes would grow until all labels of a class are wrong.
 
     Args:
         own_N: p for the given label, calibrated on the labels as they are.
@@ -102,7 +102,7 @@ def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
 
 
 def find_errors(probabilities: np.ndarray, labels: np.ndarray) -> list[LabelError]:
-    """Return the labels that are likely wrong, the surest first; of several labels, each class is judged on its own.
+    """Return the labels that are likely wrong, the most certain first; multi-label classes are judged separately.
 
     Only images whose most probable class is another one are errors; it is the suggestion.
 
@@ -122,7 +122,7 @@ def find_errors(probabilities: np.ndarray, labels: np.ndarray) -> list[LabelErro
 
 
 def _find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[LabelError]:
-    # The answer for an image for which a network returned NaN is left open.
+    # Images for which a network returned NaN are not judged.
     calibrated_NK = bias_corrected(np.log(np.maximum(np.nan_to_num(probabilities_NK), 1e-7)), labels_N)
     wrong_N = probability_wrong(calibrated_NK[np.arange(len(labels_N)), labels_N], labels_N)
     best_N = calibrated_NK.argmax(axis=1)
@@ -148,14 +148,14 @@ class LabelErrors:
 
     @property
     def agreement(self) -> float:
-        """The share of labels that the networks predict too; of several labels, the F1 score over all of them."""
+        """The share of labels that the networks also predict; in multi-label tasks, the F1 score over all labels."""
         if self.source.task == "multi-label":
             given, predicted = self.source.labels > 0, self.probabilities >= 0.5
             return float(2 * (given & predicted).sum() / max(1, given.sum() + predicted.sum()))
         return float((self.probabilities.argmax(axis=1) == self.source.labels).mean())
 
     def remarks(self) -> list[str]:
-        """Return a sentence about the reliability of the suggestions where it is low."""
+        """Return a warning if the suggestions are unreliable."""
         if self.agreement >= MIN_AGREEMENT:
             return []
         return [
@@ -165,7 +165,7 @@ class LabelErrors:
 
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
-    """Shorten a recipe, so that all folds take about as long as one training; published weights stay frozen."""
+    """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
     changes: dict[str, Any] = {
         "epochs": max(1, int(SHARE_OF_EPOCHS * recipe.epochs)),
         "data.folds": FOLDS if recipe.epochs > 1 else 2,
@@ -175,7 +175,7 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
         "tta": False,
     }
     if recipe.pretrained:
-        # Every image passes the network once; the heads are fitted to its features.
+        # The features are computed once per image; the heads are fitted to them.
         changes |= {"freeze": "all-but-last-0", "linear_probe": recipe.task in ("auto", "single-label")}
         changes |= {f"augment.{key}": value for key, value in dataclasses.asdict(type(recipe.augment)()).items()}
     return recipe.override(changes)
@@ -187,7 +187,7 @@ def find_label_errors(
     """Train on folds of the data and return the labels that are likely wrong.
 
     Images of a test split are judged by the networks of all folds, which have not seen them. The recipe of the folds is
-    made from that of one training; run folders are temporary.
+    derived from that of one training; run folders are temporary.
 
     Raises:
         InputError: the labels are numbers, or training is impossible with this data and recipe.
@@ -237,10 +237,10 @@ def check_labels(
     Args:
         apply: a new CSV file for all labels, corrected; or, for arrays, a new .npz file with the images; None for none.
         suggestions: a label-errors.csv of an earlier call, in place of training.
-        minutes: the time that a generated recipe is made for, all folds included.
+        minutes: the time budget of a generated recipe, including all folds.
 
     Raises:
-        InputError, TrainingFailed: as `find_label_errors`; or a file is there already, or does not fit the data.
+        InputError, TrainingFailed: see `find_label_errors`; or a file exists already, or does not fit the data.
     """
     _check_target(apply)
     check_free(out)
@@ -281,7 +281,7 @@ def _check_target(path: Path | None) -> None:
 
 
 def _read_for(apply: Path, data: DataSource | ImageDataset) -> ImageDataset:
-    """Read the data; raise InputError where arrays are to be written of images that are files."""
+    """Read the data; raise InputError if images that are files are to be written as arrays."""
     source = data.read() if isinstance(data, DataSource) else data
     if apply.suffix == ".npz" and source.images is None:
         raise InputError(f"--apply {apply}: these images are files; end the name in .csv")
@@ -429,7 +429,7 @@ def _write_arrays(source: ImageDataset, changes: Mapping[int, str], path: Path) 
         else:
             labels[index] = source.classes.index(text)
     if source.task == "single-label":
-        # Names that are numbers keep their order as numbers.
+        # Numeric names are in numeric order.
         are_numbers = all(name.isdecimal() and str(int(name)) == name for name in source.classes)
         labels = np.array([int(name) if are_numbers else name for name in source.classes])[labels]
     arrays: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`flatout look`: a data set before training: its images, counts, sizes, outliers, and what a model sees of them."""
+"""`flatout look`: a data set before training: images, counts, sizes, outliers, and model inputs."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ from flatout.utils.style import shorten
 PAGE, PICTURE, FIGURES = "look.html", "look.png", "look.json"
 # Classes with pictures, and images of each; classes in the table that is always open.
 CLASSES_SHOWN, IMAGES_OF_CLASS, ROWS_SHOWN = 20, 8, 20
-# Numbers are shown in so many ranges of equally many images.
+# Regression labels are shown in this many quantiles.
 RANGES = 5
 OUTLIERS_SHOWN, UNREADABLE_SHOWN, SHAPES_SHOWN = 24, 100, 8
 # Images as the model sees them, augmented images, and views of each; images decoded to find readable ones.
@@ -53,7 +53,7 @@ PICTURE_ROWS, PICTURE_VIEWS, CELL_PIXELS, CELL_INCHES = 12, 4, 96, 0.72
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Images that are shown together: those of a class, or of a range of numbers; `chosen` are some of them."""
+    """Images shown together: those of a class, or of a range of numbers; `chosen` are examples."""
 
     name: str
     count: int
@@ -63,7 +63,7 @@ class Group:
 class Look:
     """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `remarks()`.
 
-    Images are shown for a recipe; `reasons` tell why a generated one is as it is.
+    Images are shown for a recipe; `reasons` explain a generated one.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Look:
         }
 
     def remarks(self) -> list[str]:
-        """Return sentences about what a reader should know before training."""
+        """Return remarks for the user before training."""
         figures, source = self.figures, self.source
         counts = source.class_counts("train")
         few = {name: n for name, n in counts.items() if n < FEW_IMAGES}
@@ -247,10 +247,10 @@ class Look:
 
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
-    """Look at what `resolve` finds for a job, data and changes; nothing is downloaded but the data.
+    """Look at what `resolve` finds for a job, data and changes; only the data is downloaded.
 
     Raises:
-        InputError: as `resolve`.
+        InputError: see `resolve`.
     """
     from flatout.engine.devices import parse_devices
 
@@ -274,11 +274,11 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
     """Look at a data set before training; in a notebook, the result shows itself.
 
     Args:
-        data: as for `fit`: a path, arrays with `labels`, pairs, or torch data sets.
+        data: see `fit`: a path, arrays with `labels`, pairs, or torch data sets.
         labels: the labels of `data`, if that is an array of images.
-        job: a built-in job, a recipe file or a Recipe, for what the model will see; by default one made for the data.
+        job: a built-in job, a recipe file or a Recipe, for the model's inputs; by default one generated for the data.
         quiet: print nothing.
-        **changes: recipe keys as for `fit`, such as `image_size=128` or `augment={"rotate": 20}`.
+        **changes: recipe keys, see `fit`, such as `image_size=128` or `augment={"rotate": 20}`.
 
     Raises:
         InputError: the data or an argument is wrong; the message names it and the fix.
@@ -319,7 +319,7 @@ def _class_rows(figures: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _histogram(values: np.ndarray) -> list[tuple[float, str]]:
-    """Return height (0 to 1) and description of each bar; none where all values are equal."""
+    """Return height (0 to 1) and description of each bar; none if all values are equal."""
     if not len(values) or values.min() == values.max():
         return []
     # Long tails are shown on a logarithmic axis.

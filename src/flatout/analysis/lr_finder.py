@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from flatout.engine.base import DeviceDataset, Engine
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
-# The rate rises by so many decades in so many steps; to a lower end for optimizers whose steps do not shrink with the
-# gradients, as those of Adam and its relatives.
+# The decades by which the rate rises, and the steps of the test; the end is lower for optimizers such as Adam, whose
+# steps do not shrink with the gradients.
 DECADES, STEPS = 7, 140
 HIGHEST, HIGHEST_ADAPTIVE = 10.0, 1.0
 PROPORTIONAL = ("sgd", "momentum", "adagrad")
-# The weight of the past in the smoothed loss, and the multiple of its minimum at which the test ends.
+# The decay of the smoothed loss, and the multiple of its minimum at which the test ends.
 SMOOTHING, DIVERGED = 0.9, 4.0
 # Less than this relative decrease of the smoothed loss is not learning.
 MIN_DECREASE = 0.02
@@ -50,14 +50,14 @@ def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Option
     """Run the test; write lr.json and lr.png; return the former's content.
 
     Args:
-        recipe, data: as `resolve` returns them.
+        recipe, data: see `resolve`.
         options: how to run; `out` is a new or empty folder, None for a new one under `runs/`.
 
     Returns:
         `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value
-        of `optimizer.lr` that yields it (they differ where the recipe scales `lr` to its batch size); both are None
-        where the loss decreased at no rate. `recipe_rate` is the rate that the recipe has now. `diverged` is the rate
-        at which the test ended early, or None.
+        of `optimizer.lr` that yields it (they differ if the recipe scales `lr` to its batch size); both are None if the
+        loss decreased at no rate. `recipe_rate` is the recipe's present rate. `diverged` is the rate at which the test
+        ended early, or None.
 
     Raises:
         InputError: the data, the recipe or the folder is wrong.
@@ -125,18 +125,18 @@ def _measure(
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> float | None:
-    """Return a tenth of the highest rate with the lowest loss; None where the loss does not decrease.
+    """Return a tenth of the highest rate with the lowest loss; None if the loss does not decrease.
 
     At the minimum the rate is already about to be too high, and an order of magnitude below it training is both fast
     and stable: Gugger, "How do you find a good learning rate" (2018), and Howard and Gugger, "Deep Learning for Coders
     with fastai and PyTorch" (2020), chapter 5. Of fastai's other rules, the steepest descent depends on the noise of
     single steps, and the middle of the longest descent ("valley") lies several times lower here.
 
-    Losses that differ by less than their noise are the same: where the loss stays low over decades, its lowest point
-    is anywhere. All arguments have a value for each step; the rates rise.
+    Losses that differ by less than their noise count as equal: if the loss stays low over decades, its minimum is
+        arbitrary. All arguments have a value for each step; the rates rise.
     """
     least = int(np.argmin(smoothed))
-    # The first tenth of the steps changes next to nothing: its median is the loss before training.
+    # The first tenth of the steps hardly changes the loss: its median is the loss before training.
     before = float(np.median(smoothed[: max(1, STEPS // 10)]))
     if not smoothed[least] < (1 - MIN_DECREASE) * before:
         return None

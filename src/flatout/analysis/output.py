@@ -1,4 +1,4 @@
-"""What several analyses write: new folders, and figures with their spread."""
+"""Shared output of analyses: new folders, and values with their spread."""
 
 import statistics
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from flatout.utils.errors import InputError
 
 
 def check_free(out: Path | None) -> None:
-    """Raise InputError where a folder to write to holds something already."""
+    """Raise InputError if an output folder is not empty."""
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
 
@@ -20,7 +20,7 @@ def default_folder(name: str) -> Path:
 
 
 def make_folder(out: Path | None, name: str) -> Path:
-    """Make the folder `out`, or a new one under `runs/`; raise InputError where it cannot be written."""
+    """Make the folder `out`, or a new one under `runs/`; raise InputError if it cannot be written."""
     out = out or default_folder(name)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -30,6 +30,6 @@ def make_folder(out: Path | None, name: str) -> Path:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Return {median, min, max} of the values that were measured; None if there are none."""
+    """Return {median, min, max} of measured values, or None without any."""
     known = [value for value in values if value is not None]
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None

@@ -1,6 +1,6 @@
 """`flatout plan`: whether a job fits into memory, how fast it runs, and what it costs, before it is trained.
 
-Steps are compiled for hardware that is not here, or measured on devices of this machine; see docs/plan.md.
+Steps are compiled for hardware that this machine lacks, or measured on its devices; see docs/plan.md.
 """
 
 import math
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from flatout.engine.devices import Devices
 
 PLAN_RESULT, PLAN_CHART = "plan.json", "plan.png"
-# The random images to measure with: at least this many batches, and more up to this many bytes.
+# Random images for measurements: at least this many batches, and more up to this many bytes.
 MIN_BATCHES, SAMPLE_BYTES = 4, 2**26
-# The number of measurements, the duration of each, and the duration after which no other one begins.
+# The number of measurements, the duration of each, and the duration after which no further one begins.
 REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
 # If one batch takes longer, frozen layers included, only one batch is measured.
 SLOW_SECONDS = 3.0
@@ -68,10 +68,10 @@ def plan(
 
     Args:
         topologies, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or SPECs of devices to measure.
-        images, classes: of the training data; None counts them, or takes the published figures of a built-in job.
-        price: of one chip for an hour, in any currency.
+        images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
+        price: the price of one chip for an hour, in any currency.
         largest_batch: search for the largest batch that fits, even if the job's batch does.
-        job, data, changes, allow_code, out: as for training.
+        job, data, changes, allow_code, out: see `fit` and `Options`.
 
     Raises:
         InputError: an argument is wrong, or the model cannot be compiled.
@@ -144,7 +144,7 @@ def find_work(
     """Return the recipe and the size of its data: given, counted in the data, or published.
 
     Raises:
-        InputError: the size is unknown; or as `resolve`.
+        InputError: the size is unknown; or see `resolve`.
     """
     for flag, value in (("--images", images), ("--classes", classes)):
         if value is not None and value < 1:
@@ -181,7 +181,7 @@ def _count(
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]
     share = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
-    # A test split is taken from the training images only where there is neither.
+    # A test split is taken from the training images only if there is neither split.
     share += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
     images = stop - start - round((stop - start) * share)
     return with_task(recipe, source.task), images, len(source.classes) or 1, str(source.path or source.kind)
@@ -283,7 +283,7 @@ def _measure_on_rank(
 
 
 def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple[float, Any]:
-    """Place images and take a step; return the seconds of the engine's work that is done only once, and its steps."""
+    """Place images and take a step; return the seconds of one-time work, and its steps."""
     from flatout.analysis.throughput import Timed, training
 
     def seconds_to_begin(epoch: int) -> float:
@@ -293,7 +293,7 @@ def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple
         return time.perf_counter() - began
 
     placed = engine.place(_random_samples(work, images))
-    # The output of frozen layers is cached for each view when an epoch begins with it for the first time.
+    # The output of frozen layers is cached for each view at the start of its first epoch.
     views = range(min(max(1, work.recipe.augment.views), work.recipe.epochs))
     first, again = (sum(map(seconds_to_begin, views)) for _ in range(2))
     placed.compile()

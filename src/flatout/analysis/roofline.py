@@ -1,4 +1,4 @@
-"""Estimates of time, memory and cost for hardware that is not here: a step's work divided by published peaks.
+"""Estimates of time, memory and cost for other hardware: a step's work divided by published peaks.
 
 `flatout plan` compiles the step for a kind of hardware (`tpu`); everything here is the same for all kinds.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
 
-# The share of a device's memory that a program can use at least; the compiler knows the exact limit.
+# Minimum share of a device's memory that a program can use; the compiler knows the exact limit.
 MEMORY_SHARE = 0.97
 # The search for the largest batch ends within this share of the memory, or after this many compilations.
 BATCH_TOLERANCE, MAX_COMPILATIONS = 0.05, 6
@@ -23,8 +23,8 @@ class Accelerator:
 
     Attributes:
         name: as users write it, `KIND:SIZE`.
-        chips: what is paid for.
-        devices: what shares a batch; a chip may be several.
+        chips: the unit of the price.
+        devices: the units that share a batch; a chip may be several.
         flops, memory_bandwidth, memory_bytes: of one device; operations and bytes per second, bytes.
     """
 
@@ -56,7 +56,7 @@ class Work:
         recipe: complete.
         images: training images.
         classes: their classes.
-        about: where those numbers come from.
+        about: the source of those numbers.
     """
 
     recipe: Recipe
@@ -83,10 +83,10 @@ class Work:
 def estimate(
     work: Work, choices: Sequence[Accelerator], compile_step: Compile, price: float | None, *, largest_batch: bool
 ) -> dict[str, Any]:
-    """Return the part of plan.json about hardware that is not here: a row for each, and the estimate for more chips.
+    """Return the estimates in plan.json: a row for each hardware, and the scaling to more chips.
 
     Args:
-        price: of one chip for an hour.
+        price: the price of one chip for an hour.
         largest_batch: search for the largest batch that fits, even if the job's batch does.
     """
     rows, base = [], None
@@ -96,7 +96,7 @@ def estimate(
         if not row["fits"] or largest_batch:
             row["largest_batch"] = find_largest_batch(compile_step, choice, work.batch)
         rows.append(row)
-        # A single device sends no messages, so its figures do not tell those of several.
+        # A single device sends no messages, so its values cannot be extrapolated to several.
         if base is None and row["fits"] and choice.devices > 1:
             base = choice, compiled
     return {
@@ -205,7 +205,7 @@ def find_largest_batch(compile_step: Compile, choice: Accelerator, batch: int) -
         is_full = batch == fits and needed >= (1 - BATCH_TOLERANCE) * limit
         if is_full or (fails and fails - fits <= max(devices, BATCH_TOLERANCE * fits)):
             break
-        # Without a figure, or where the line leads elsewhere: between both ends, which can differ by magnitudes.
+        # Without a valid extrapolation: the geometric mean of both bounds, or half or double the known one.
         batch = math.isqrt(fits * fails) if fits and fails else fails // 2 or 2 * fits
         (m0, b0), *others = sorted(known, key=lambda point: abs(point[0] - limit))[:2]
         for m1, b1 in others:

@@ -1,6 +1,6 @@
 """`flatout scale`: train one recipe on several choices of devices, and compare them.
 
-Every run is a process of its own, so that none inherits another's warm caches or memory. Repeats alternate between the
+Every run is a separate process, so that none inherits another's warm caches or memory. Repeats alternate between the
 choices (A B A B), so that a machine that slows down affects all of them alike.
 
 A row is one SPEC; its base is the SPEC of the same kind with the fewest devices.
@@ -31,21 +31,21 @@ from flatout.utils.style import shorten
 SCALE_RESULT, SCALE_CHART = "scaling.json", "scaling.png"
 LAST_LINES = 10  # printed of a run that failed without a message
 
-# What is compared of a run: medians over the repeats, with the least and the most.
+# The compared values of a run: medians over the repeats, with minimum and maximum.
 FIGURES = (
     "images_per_second", "epoch_seconds", "train_seconds", "warmup_seconds", "setup_seconds", "wall_seconds",
     "communication_fraction", "input_wait_fraction",
 )  # fmt: skip
 
-# Above nine tenths there is little left to explain.
+# Above 90 %, little is left to explain.
 GOOD_EFFICIENCY = 0.9
-# Caches may make a little more than ideal possible; anything beyond is a measurement that is too short or disturbed.
+# Caches can make slightly more than ideal possible; higher values are too short or disturbed measurements.
 MAX_EFFICIENCY = 1.05
-# A share below a twentieth is less than runs of the same command differ by.
+# A share below 5 % is within the variation of repeated runs.
 NOTABLE_SHARE = 0.05
 # With fewer images per device and step, starting the work takes longer than the work.
 FEW_IMAGES = 16
-# Repeats on an idle machine differ by a few per cent; from a quarter on, something else was running on it.
+# Repeats on an idle machine differ by a few per cent; from 25 % on, something else was running.
 DISTURBED = 1.25
 
 Row = Mapping[str, Any]
@@ -79,7 +79,7 @@ def scale(
     """Train the job on each SPEC, `repeats` times; write scaling.json and scaling.png; return the former's content.
 
     Args:
-        job, data, changes: as for training.
+        job, data, changes: see `fit`.
         devices: SPECs separated by commas.
         out: a new or empty folder; None for a new one under `runs/`.
         weak: keep the batch per device, rather than the global batch.
@@ -100,7 +100,7 @@ def scale(
     check_free(out)
     accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
-    # Decoded here, or only the first run would include decoding in its time.
+    # Decoded here, because otherwise only the first run would include decoding.
     load(found, recipe, cache=True, report=console)
     console.finish()
     out = make_folder(out, f"scale-{recipe.job}")
@@ -149,7 +149,7 @@ def _run(out: Path, spec: str, repeat: int, batch_size: int, name: str, console:
 
 
 def _train(name: str, recipe: Path, *flags: str) -> None:
-    """Train in a process of its own; raise the error that it ended with, its message under the name of the run."""
+    """Train in a separate process; raise its error with the name of the run."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             # -P: a random.py in the current folder must not be imported.
@@ -157,7 +157,7 @@ def _train(name: str, recipe: Path, *flags: str) -> None:
             stdin=subprocess.DEVNULL,
             stdout=2 if sys.stderr.isatty() else subprocess.DEVNULL,
             stderr=errors,
-            # A session of its own: Ctrl-C then reaches the run through us, once, and not from the terminal as well.
+            # A separate session: Ctrl-C reaches the run only once, through us, and not from the terminal as well.
             start_new_session=True,
         )
         code = _wait(child)
@@ -175,7 +175,7 @@ def _train(name: str, recipe: Path, *flags: str) -> None:
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for the run; signals to this process are passed on to it, and it may finish its checkpoint before we end."""
+    """Wait for the run; signals are forwarded to it, and it can finish its checkpoint before this process ends."""
     stopped: BaseException | None = None
     while child.returncode is None:
         try:
@@ -195,7 +195,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {name: summary.get(name) for name in FIGURES}
     figures["epoch_seconds"] = statistics.median(epochs[1:] or epochs)
     if figures["warmup_seconds"] is None and len(epochs) > 1:
-        # Too few steps to tell the first ones from the rest: compare the first epoch with the others.
+        # Too few steps to separate warm-up: compare the first epoch with the others.
         figures["warmup_seconds"] = max(0.0, epochs[0] - figures["epoch_seconds"])
     split = "test" if summary["test_count"] else "valid"
     return {
@@ -212,7 +212,7 @@ def _figures(folder: Path) -> dict[str, Any]:
 def compare_specs(runs: Sequence[Row]) -> dict[str, Any]:
     """Return `specs`, a row of figures for each SPEC that was measured, and `runs`, in their order.
 
-    A figure is {median, min, max} over the repeats, or None where it was not measured. `speed_up` and `efficiency` are
+    A figure is {median, min, max} over the repeats, or None if it was not measured. `speed_up` and `efficiency` are
     against `base`, the SPEC of the same kind with the fewest devices: speed-up is the ratio of the images per second,
     efficiency the speed-up divided by the ratio of the numbers of devices (processes, on CPUs).
     """
@@ -299,7 +299,7 @@ def _faster(row: Row, base: Row, ratio: float, name: str) -> str:
 
 
 def _answers(rows: Sequence[Row], result: Row) -> Iterator[str]:
-    """Report whether every SPEC gave the same answers, and if not, why."""
+    """Report whether all SPECs gave the same predictions, and if not, why."""
     answers = [n for row in rows for n in row["correct"] if n is not None]
     if len(answers) < 2:
         return
@@ -322,7 +322,7 @@ def _answers(rows: Sequence[Row], result: Row) -> Iterator[str]:
 
 
 def explained_by_rounding(least: int, most: int, count: int) -> float:
-    """Return how many answers may differ between runs of one recipe that only sum in another order.
+    """Return how many predictions may differ between runs that only sum in another order.
 
     Rounding differences grow over the steps until the runs are as far apart as two seeds at most, whose accuracies
     scatter by less than the binomial standard error of an accuracy on as many images. One image is always allowed.

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
 
-# The shortest measurement that determines the number of steps of the others, in seconds.
+# Minimum seconds of the measurement that determines the number of steps of the others.
 RELIABLE_SECONDS = 0.3
-# Batches that a feed has ready after a pause. They are taken first, without the clock; and as many are measured.
+# Batches that a feed has ready after a pause. They are consumed untimed; then the same number is measured.
 READ_AHEAD = 4
 # How often each rate is measured, in turn with the others; the seconds of each measurement; and the seconds after which
 # no other round begins.
 ROUNDS, SECONDS, LIMIT_SECONDS = 5, 1.0, 30.0
 # The batches on which the step alone is timed: at most this many, and this many bytes of images.
 MAX_BATCHES, MAX_BYTES = 64, 1 << 28
-# Training below this share of its limit is worth a sentence.
+# Training below this share of its limit is reported.
 EFFICIENT = 0.9
 RATES = {"input": "the input path alone", "compute": "the step alone", "training": "training"}
 
@@ -45,10 +45,10 @@ Steps = Generator[None, None, None]
 
 
 class Timed:
-    """Times some of endless steps; all processes take the same ones.
+    """Times steps of an endless sequence; all processes take the same ones.
 
     Args:
-        engine: runs them; it is waited for.
+        engine: runs the steps, and is synchronised.
     """
 
     def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
@@ -61,12 +61,12 @@ class Timed:
         return max(self._world.all_gather_object((time.perf_counter() - began) / steps))
 
     def steady_seconds(self, steps: int) -> float:
-        """Return `seconds` after the batches that were read ahead during a pause."""
+        """Return `seconds` after consuming the batches that were prefetched during a pause."""
         self._take(READ_AHEAD)
         return self.seconds(steps)
 
     def steps_in(self, seconds: float) -> int:
-        """Return the number of steps that takes about so long, at least one; found by taking some."""
+        """Measure the number of steps that take about `seconds`, at least one."""
         steps, one = 1, self.seconds(1)
         while steps * one < min(RELIABLE_SECONDS, seconds):
             steps *= 2
@@ -125,12 +125,12 @@ def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, c
     """Measure a job; nothing is written.
 
     Args:
-        recipe, data: as `resolve` returns them.
+        recipe, data: see `resolve`.
 
     Returns:
         `input_images_per_second`: batches ordered, read and copied to the devices, without a step.
         `compute_images_per_second`: steps on the same few batches, which need no input. Augmentation is part of a step.
-        `images_per_second`: both, as in a run. All three are medians; `spread` has the least and the most.
+        `images_per_second`: both, as in a run. All three are medians; `spread` has minimum and maximum.
         `efficiency`: the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
         `decode_images_per_second`: when the pack was built, once. `verdict`: sentences.
 
@@ -159,7 +159,7 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
         spreads = {name: spread(found) for name, found in rates.items()}
         medians = {name: statistics.median(found) for name, found in rates.items()}
         limit = "input" if medians["input"] < medians["compute"] else "compute"
-        # Of the same round: a machine that slows down affects both alike.
+        # Of the same round, in which a slow machine affects both equally.
         shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]
         result = {
             **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "image_size", "precision")},

@@ -1,4 +1,4 @@
-"""TPUs for `flatout plan`: their peaks, and a training step compiled for them in a process of its own.
+"""TPUs for `flatout plan`: their peaks, and a training step compiled for them in a separate process.
 
 libtpu contains the compiler of every TPU generation and needs no TPU to run it. The compiled program is the one that
 such a TPU would run; memory, work and messages are read off it.
@@ -39,7 +39,7 @@ from flatout.utils.run_files import write_json
 if TYPE_CHECKING:
     from torch import nn
 
-# Packages whose version decides the compiler's figures.
+# Packages whose versions determine the compiler's results.
 _COMPILERS = ("flatout", "torch", "jax", "jaxlib", "torchax", "libtpu")
 # The scaling is estimated for up to this number of chips.
 MAX_CHIPS = 256
@@ -73,7 +73,7 @@ class Generation:
     """One kind of chip.
 
     Attributes:
-        name: as in a topology's name.
+        name: the prefix of a topology's name.
         flops: peak bfloat16 operations per second.
         memory_bytes, memory_bandwidth: of the HBM; bytes, bytes per second.
         link_bandwidth: of the link to one neighbour, bytes per second in one direction.
@@ -148,7 +148,7 @@ class Topology(Accelerator):
         return rounds * ((n - 1) / n * size / bandwidth + count * hops * HOP_SECONDS)
 
     def _is_ring(self, side: int) -> bool:
-        # Links that close a ring come with whole cubes of 4x4x4, or with a whole row of a flat pod.
+        # Only whole cubes of 4x4x4, or a whole row of a flat pod, have links that close a ring.
         sides = (side,) if len(self.sides) == 2 else self.sides
         return all(side % self.generation.ring_side == 0 for side in sides)
 
@@ -162,7 +162,7 @@ class Topology(Accelerator):
 
 
 def parse_topologies(text: str) -> list[Topology]:
-    """Turn `v5e:2x4,v5e:4x4` into topologies.
+    """Parse topologies such as `v5e:2x4,v5e:4x4`.
 
     Raises:
         InputError: unknown generation or slice; the known ones are listed. Or one is named twice.
@@ -192,7 +192,7 @@ def _parse_topology(text: str) -> Topology:
 
 @contextlib.contextmanager
 def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Compile]:
-    """Provide a function that compiles the job's step for a topology and a batch size, from the cache where possible.
+    """Provide a function that compiles the job's step for a topology and a batch size, from the cache if possible.
 
     Python handles no signal while XLA compiles, so that happens in a child process, which can be killed at any time.
     """
@@ -206,7 +206,7 @@ def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Com
                 return json.loads(path.read_text(encoding="utf-8"))
         require_compiler()
         console.note(f"compiling {work.recipe.model}, batch {batch:,}, for {topology.name}")
-        # The child inherits the mask, so that Ctrl-C reaches this process alone.
+        # The child inherits the mask, so that Ctrl-C reaches only this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         before = multiprocessing.active_children()
         compiled = pool.submit(_compile, work, allow_code, topology, batch)
@@ -234,12 +234,12 @@ def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Com
 
 
 def compiler_versions() -> dict[str, str]:
-    """Return the versions of the packages that decide the compiler's figures; empty for one that is missing."""
+    """Return the versions of the packages that determine the compiler's results; empty for one that is missing."""
     return dict.fromkeys(_COMPILERS, "") | installed(*_COMPILERS)
 
 
 def _cache_file(work: Work, topology: Topology, batch: int) -> Path | None:
-    """Return the file of a program's figures, named by everything that decides them; None for the user's own code."""
+    """Return the cache file of a program's results, named by everything that determines them; None for user code."""
     recipe = work.recipe.override({"batch_size": batch, "epochs": 1})
     if ":" in recipe.model and not recipe.model.startswith("timm:"):
         return None
@@ -291,7 +291,7 @@ def devices_of(topology: Topology) -> list[Any]:
 
     # Several compilers may run at once, also during a training.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # Without these libtpu asks the cloud's metadata server which TPU this machine has.
+    # Without these, libtpu queries the cloud's metadata server for the machine's TPU.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
@@ -313,8 +313,8 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
     For images in device memory the compiler would count the whole data set as read in every step.
 
     Returns:
-        The compiler's figures per device; all but `needed_bytes` are 0 where the program does not fit (`fits`).
-        `needed_bytes`: memory at the peak; 0 where the compiler rejects the program without a figure.
+        The compiler's figures per device; all but `needed_bytes` are 0 if the program does not fit (`fits`).
+        `needed_bytes`: memory at the peak; 0 if the compiler rejects the program without a number.
         `argument_bytes`: weights, optimizer state and input; `temporary_bytes`: everything else.
         `flops`, `memory_bytes`: operations, and bytes read from and written to memory.
         `seconds`: the compiler's own estimate of the running time, without messages; 0 if it gives none.

@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[Any], Any]:
-    """Register a function as the command that its name says, without `do_`; the words are those of `Command`."""
+    """Register a function as the command of its name without `do_`; for the arguments see `Command`."""
 
     def register(do: Any) -> Any:
         COMMANDS[do.__name__.removeprefix("do_")] = Command(do, operands, flags, example, changes)
@@ -57,7 +57,7 @@ def engine_of(args: Namespace) -> str:
     from flatout.engine.devices import UNTESTED, engine_for
 
     if args.allow_untested:
-        # The processes of several devices inherit it.
+        # Child processes inherit it.
         os.environ[UNTESTED] = "1"
     return engine_for(args.devices, args.engine)
 
@@ -117,7 +117,7 @@ def do_train(args: Namespace, console: Console) -> None:
         resume=args.resume,
         overwrite=args.overwrite,
         cache=not args.no_cache,
-        # A model that the user names on the command line may be code; one that a file names may not.
+        # A model given on the command line may be code; one given in a file may not.
         allow_code=args.model is not None,
         callbacks=callbacks_of(args.track),
     )
@@ -127,7 +127,7 @@ def do_train(args: Namespace, console: Console) -> None:
     claim.check(options)
     check(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
-        # The name alone: an address may hold a password.
+        # The name alone: a URL may contain a password.
         console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
     devices = parse_devices(args.devices, engine)
     # This imports torch, which takes seconds.
@@ -149,7 +149,7 @@ def do_train(args: Namespace, console: Console) -> None:
 
 
 def _job_to_resume(args: Namespace) -> str | Path:
-    """Return the recipe in --out; before a first start has written one, the job, so that a loop repeats one command."""
+    """Return the recipe in --out if it exists, else the job, so that a loop can repeat one command."""
     from flatout.config import load_recipe
     from flatout.train.recipes import is_of_job
 
@@ -212,7 +212,7 @@ def do_bench(args: Namespace, console: Console) -> Output:
 
 
 def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
-    """Return the recipe and the data of a job that is measured, and how to run it."""
+    """Return recipe, data and options of a job to measure."""
     from flatout.engine.devices import parse_devices
     from flatout.train.recipes import resolve
     from flatout.train.request import Options
@@ -295,7 +295,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     result = evaluate(run, args.data, devices=args.devices, engine=engine_of(args), console=console, tta=args.tta)
     name = "valid" if result["split"] == "valid" else "test"
     how = ", with test-time augmentation" if result["tta"] else ""
-    # The mean of several models' probabilities has none.
+    # The mean of several models' probabilities has no loss.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
     lines = [f"{describe_metrics(name, result)}{loss}{how}"]
     lines += format_calibration(name, result)
@@ -522,7 +522,7 @@ def do_cache(args: Namespace, console: Console) -> Output:
 
 
 def _reading(args: Namespace) -> Recipe:
-    """Return a recipe with what flags say of reading data."""
+    """Return a recipe with the flags for reading data."""
     changes = {"data.classes": args.classes or "", **changes_of(args)}
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
         raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")

@@ -1,6 +1,6 @@
 """The parser of the command line, made from the table of flags here and that of commands.
 
-A command takes operands, such as RUN and DATA. Each may be given as a flag too where there is one of its name.
+A command takes operands, such as RUN and DATA. Each may also be given as the flag of its name, if there is one.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from flatout.utils.errors import WRONG_INPUT
 
 
 def run_path(text: str) -> Path | str:
-    """Return the folder of a run, or its address on the Hugging Face hub as it is."""
+    """Return the folder of a run, or its address on the Hugging Face hub unchanged."""
     from flatout.inference.hub import is_published
 
     return text if is_published(text) else Path(text)
@@ -128,7 +128,7 @@ _OPERANDS = {
     "SHELL": "bash, zsh or fish",
     "DIR": "the folder that holds the runs (runs)",
 }
-# What a shell completes after a flag, or for an operand, that takes a file or a folder.
+# Shell completions of flags and operands that take a file or a folder.
 _FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
 _FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "--csv", "DATA", "FILE")
 _WORDS = {
@@ -212,7 +212,7 @@ def completion(shell: str) -> str:
     parser, subparsers = _make_parsers()
     for subparser in subparsers.values():
         for action in subparser._actions:
-            # Of several operands the last one: files are also the folders that RUN is.
+            # Of several operands the last one: file completion includes the folders of RUN.
             words = action.option_strings or [word.strip("[].") for word in str(action.metavar).split()][-1:]
             found = [done for word in words if (done := _completed(word))]
             if found and action.choices is None:

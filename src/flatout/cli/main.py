@@ -1,4 +1,4 @@
-"""The command line: runs a command, prints its result, and turns how it ended into one message and an exit code."""
+"""The command line: runs a command, prints its result, and converts errors to one message and an exit code."""
 
 import io
 import json
@@ -13,16 +13,16 @@ from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
 
-# Names in hostile data could move the cursor of a terminal, or worse.
+# Hostile names in data could contain terminal escape sequences.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
     args = parse(arguments)
-    # How long idle OpenMP threads spin. torch's default keeps other processes of a busy machine from working.
+    # Limits spinning of idle OpenMP threads, whose default starves other processes of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # torch's warnings about lost connections repeat what flatout's messages say.
+    # torch's warnings about lost connections repeat flatout's messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with signals_handled(_stop, signal.SIGTERM):
             _run(args)
     except BrokenPipeError:
-        # The reader has ended, as `| head` does. Python would report that once more at exit.
+        # The pipe is closed, as by `| head`. Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)

@@ -1,4 +1,4 @@
-"""The recipe of a training run, how it comes from plain values, and recipe files."""
+"""The recipe of a training run, its conversion from plain values, and recipe files."""
 
 import dataclasses
 import math
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 MAX_CHANNELS = 1024
 Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
-# Keys of earlier versions: the value that changes nothing, and what to do about others.
+# Keys of earlier versions: the neutral value, and the replacement of others.
 REMOVED = {
     "data.decode": ("before", "images are decoded before training"),
     "exact_sums": (False, "weights on several devices agree up to floating-point summation order"),
 }
-# Of an optimizer whose name is changed.
+# Keys that survive a change of the optimizer's name.
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
-# These keys may differ when a run is resumed: they set its length, or change results by rounding only.
+# These keys may differ when a run is resumed: they set its length, or affect only rounding.
 FREE_KEYS = (
     "epochs",
     "max_steps",
@@ -47,27 +47,27 @@ class Recipe(Checked):
     Attributes:
         image_size: of the images that the model is trained on: height and width in pixels, or one number if they are
             equal.
-        channels: 1 for grey, 3 for RGB, 4 for RGBA, any number for images of so many bands.
+        channels: 1 for grey, 3 for RGB, 4 for RGBA, or any number of bands.
         batch_size: the global batch, on any number of devices.
         max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
         micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is
             automatic.
-        shard: whether each device keeps all parameters and optimizer state, or a slice (full).
+        shard: whether each device has all parameters and optimizer state, or a slice (full).
         norm: whether batch normalisation uses the global batch.
-        task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
-        loss: by the task; the default stands for that of the task.
+        task: the kind of labels: one class, any number of classes, or a number. auto: inferred from the data.
+        loss: one of the task's losses; the default means that of the task.
         norm: whose statistics batch norms use in training: those of the whole batch; of each device's share of it; or
-            the running ones of the weights that training starts from, which stay as they are.
+            the running ones of the initial weights, which are not changed.
         dropout: the rate of every dropout layer; -1 for the model's own.
-        class_weights: of the classes in the loss: balanced, inverse to their number of images; a number for each; or
-            numbers by name, and 1 for the other classes.
+        class_weights: weights in the loss: balanced, inverse to the number of images; a number for each; or numbers by
+            name, and 1 for the other classes.
         clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
         ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
         drop_last: leave out a short last batch instead of padding it.
         pretrained: start from published weights.
         weights: start from this file or folder instead.
         epochs: passes over the training images; 0 with `linear_probe` fits the head and trains nothing.
-        linear_probe: fit the head to the output of the layers before it, before the first step.
+        linear_probe: fit the head to the features before the first step.
         freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
         keep: whether the run's weights are those of the best epoch by validation, or of the last.
         early_stopping: epochs without improvement in validation before training ends; 0 for never.
@@ -148,9 +148,9 @@ class Recipe(Checked):
 
     @property
     def averaged_steps(self) -> int:
-        """The steps that the average of the weights counts as seen before the first one.
+        """The initial step count of the average of the weights.
 
-        Random weights are soon forgotten. Pre-trained ones are worth keeping: the decay is `ema` from the beginning.
+        Random weights should soon be forgotten. Pre-trained weights are kept: the decay is `ema` from the beginning.
         """
         is_pretrained = self.pretrained or bool(self.weights)
         return math.ceil((10 * self.ema - 1) / (1 - self.ema)) if is_pretrained and self.ema > 0.1 else 0
@@ -161,7 +161,7 @@ class Recipe(Checked):
         return min(every, self.max_steps or every)
 
     def length_at(self, step: int, steps_per_epoch: int) -> tuple[int, int]:
-        """Return the epochs and steps that the whole run was to have when it took a step, counted from 0."""
+        """Return the planned epochs and steps of the whole run at a step, counted from 0."""
         for end, total in self.schedule.earlier_lengths:
             if step < end:
                 return -(-total // steps_per_epoch), total
@@ -194,7 +194,7 @@ class Recipe(Checked):
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether what a frozen layer computes of an image can be kept for training and evaluation."""
+        """Whether the output of frozen layers can be cached for training and evaluation."""
         sizes = {self.image_sides, self.eval_sides, self.start_sides}
         return self.augment.is_finite and len(sizes) == 1
 
@@ -297,20 +297,20 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def with_settings(changes: Mapping[str, Any]) -> Recipe:
-    """Return a recipe of which only `changes`, dotted keys, mean something.
+    """Return a recipe in which only `changes`, dotted keys, are meaningful.
 
     Raises:
-        InputError: as `Recipe.override`.
+        InputError: see `Recipe.override`.
     """
     return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)
 
 
-# What runs are that were begun before these keys were written: those had no choice.
+# The fixed values of runs from before these keys existed.
 EARLIER = {"data.bits": 8, "data.order": "full", "task": "single-label"}
 
 
 def of_run(recipe: Recipe) -> Recipe:
-    """Return a recipe from a run's files with what earlier versions did not write."""
+    """Return a recipe from a run's files, completed with keys that earlier versions did not write."""
     flat = recipe.flat()
     return recipe.override({key: value for key, value in EARLIER.items() if flat[key] in (0, "auto")})
 

@@ -24,7 +24,7 @@ class Checked:
                 self._check_range(name, interval)
 
     def _repr_html_(self) -> str:
-        """Return the keys with their values, for notebooks; those that differ from their defaults are bold."""
+        """Return the keys and values for notebooks, with changed values in bold."""
         rows = ""
         for one in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, one.name)
@@ -42,20 +42,20 @@ class Checked:
         value = getattr(self, name)
         if value is None:
             return
-        # Of a pair, height and width, neither may be 0.
+        # In a pair (height, width), neither may be 0.
         for number in value if isinstance(value, tuple) else (value,):
             is_end = (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
             is_inside = (is_end or low < number < high) and not (isinstance(value, tuple) and number < 1)
             self._require((is_inside, name, need))
 
     def _require(self, *rules: tuple[bool, str, str]) -> None:
-        """Check rules of a condition, the field that it is about, and the message where it does not hold."""
+        """Check rules: a condition, its field, and the message if it is violated."""
         for condition, name, need in rules:
             if not condition:
                 raise InputError(f"{self.section}{name} = {getattr(self, name)!r}: {need}")
 
 
-# The optimizers that both engines have; torch and timm have more.
+# The optimizers of both engines; torch and timm have more.
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
@@ -68,7 +68,7 @@ class Optimizer(Checked):
     """An optimizer and its hyper-parameters, as torch defines them.
 
     Attributes:
-        name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults hold where a field is None.
+        name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults apply to fields that are None.
             `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
         lr: the base learning rate of the schedule.
         lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0: no scaling.
@@ -123,7 +123,7 @@ class Optimizer(Checked):
 
     @property
     def is_of_library(self) -> bool:
-        """Whether the name is that of a class of torch or timm."""
+        """Whether the name is a class of torch or timm."""
         return self.name.startswith(("torch:", "timm:"))
 
 
@@ -136,11 +136,11 @@ AdamW = functools.partial(Optimizer, name="adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Checked):
-    """The learning rate over time; the formulas are in `numerics/schedule.py`.
+    """The learning rate over time; the formulas are in `engine/schedule.py`.
 
     Attributes:
-        corrections: where `--minutes` changed the length of the run: `STEP:STEPS` for the steps that the whole run was
-            to have before that step, such as `204:1171 409:1290`.
+        corrections: changes of the run's length by `--minutes`: `STEP:STEPS` for the planned steps of the whole run
+            before that step, such as `204:1171 409:1290`.
     """
 
     section = "schedule."
@@ -164,14 +164,14 @@ class Schedule(Checked):
 
     @functools.cached_property
     def earlier_lengths(self) -> tuple[tuple[int, int], ...]:
-        """Steps, and those that the whole run was to have before each."""
+        """Steps, and the planned length of the whole run before each."""
         pairs = (pair.split(":") for pair in self.corrections.split())
         return tuple((int(end), int(total)) for end, total in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """Random changes to training images; the geometry is in `numerics/augment.py`. Zero or false means none.
+    """Random changes to training images; the geometry is in `engine/augment.py`. Zero or false means none.
 
     Attributes:
         flip: mirror left-right with probability 1/2.
@@ -186,7 +186,7 @@ class Augment(Checked):
         erase: the probability that a random rectangle gets the mean colour.
         mixup: the parameter of the Beta distribution by which images are mixed with others.
         cutmix: the same for pasted rectangles; with `mixup`, each applies to half of the images.
-        views: the number of ways in which each image is changed; after as many epochs they repeat. 0: no limit.
+        views: the number of augmented versions of each image, which repeat after as many epochs. 0: no limit.
         start_size: of the training images in the first epoch, from which they grow to `image_size`.
     """
 
@@ -212,7 +212,7 @@ class Augment(Checked):
 
     @property
     def only_shifts(self) -> bool:
-        """Whether shifts are all that is left but mirroring and colours."""
+        """Whether shifts are the only geometric change besides mirroring."""
         return self.shift > 0 and not replace(self, shift=0.0).is_affine
 
     @property
@@ -222,13 +222,13 @@ class Augment(Checked):
 
     @property
     def is_finite(self) -> bool:
-        """Whether what a layer computes of an image can be kept: it is not mixed, and has a limited number of views."""
+        """Whether a layer's output can be cached: images are not mixed, and have a limited number of views."""
         return not self.is_random or (self.views > 0 and not self.mixup and not self.cutmix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Checked):
-    """Where the images are and how they become arrays.
+    """The location of the images and their conversion to arrays.
 
     Attributes:
         path: a file, a folder or a URL.
@@ -236,21 +236,21 @@ class Data(Checked):
         std: the standard deviation, likewise.
         resize: how images of another shape get that of the recipe: squashed, cropped at the centre, or padded with
             black.
-        bits: per channel of the decoded images; 0 for those of the data, which training fills in.
+        bits: bits per channel of the decoded images; 0 for those of the data, which training fills in.
         valid_fraction: the share of the training images, stratified by class, for a missing validation split.
-        test_fraction: the same for a test split, which is made only where the data has no split at all.
-        classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
-        class_names: names for classes that the data only numbers.
+        test_fraction: the same for a test split, which is made only if the data has no split at all.
+        classes: a file of class names, one per line, each alone or after the id used in the data.
+        class_names: names for classes that are only numbered in the data.
         images: the folder of the images that a CSV file names, if it is not the CSV file's own.
-        folds: cross-validation: so many runs, each without a fold of the images, which it is validated on; 0: one run.
+        folds: cross-validation: this many runs, each validated on one fold and trained on the others; 0: one run.
         fold: the fold that this run is validated on, from 1 to `folds`; 0 for all of them, a run each.
         group_column: a column of a CSV file; images with the same entry, such as those of a patient, share a fold.
         file_column: the column of a CSV or Parquet file by its name, or the feature of a TFRecord file.
         label_column: the same for labels; several columns of a CSV file are separated by commas.
         label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image
             file.
-        label_mean: by which the numbers of a regression are standardised.
-        label_std: likewise; 0: both are measured on the training images.
+        label_mean: the mean by which regression labels are standardised.
+        label_std: the standard deviation, likewise; 0: both are measured on the training images.
         max_bad_share: the largest share of unreadable images that `skip` accepts.
         stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
             `augment.crop` any part.

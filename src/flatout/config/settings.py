@@ -1,4 +1,4 @@
-"""Settings as people write them, in TOML, after `--set` or in Python: parsed, checked and converted to their type."""
+"""Settings from TOML, `--set` or Python: parsed, checked and converted to their type."""
 
 import difflib
 import math
@@ -14,10 +14,10 @@ from flatout.utils.errors import InputError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Height and width in pixels; one number where they are equal.
+# Height and width in pixels; one number if they are equal.
 Size = int | tuple[int, int]
 
-# What other libraries call our recipe keys, flags and devices.
+# Other libraries' names of our recipe keys, flags and devices.
 _ALIASES = {
     "learning_rate": "lr",
     "bs": "batch_size",
@@ -92,7 +92,7 @@ def collapse_size(pair: tuple[int, int]) -> Size:
 
 
 def shown(size: Size) -> str:
-    """Return a size as a recipe has it."""
+    """Return a size in the form of a recipe."""
     return str(list(size) if isinstance(size, tuple) else size)
 
 
@@ -108,7 +108,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """Return a hint that names the file or folder beside a missing path whose name resembles it; else nothing."""
+    """Return a hint with the file or folder next to a missing path that resembles its name; else ""."""
     try:
         names = [entry.name for entry in path.absolute().parent.iterdir()]
     except OSError:

@@ -2,7 +2,7 @@
 
 The order is a function of (seed, epoch, position). In block order (`data.order`), an epoch goes through windows of
 blocks of images, which are read ahead in large pieces, because disks are slow at reading single images in random order;
-see `numerics.random.block_permutation`. Memory does not grow with the number of images.
+see `utils.random.block_permutation`. Memory does not grow with the number of images.
 """
 
 import os
@@ -22,14 +22,14 @@ from flatout.utils.random import Stream, block_permutation, permutation
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
 
-# The images of a block of consecutive samples, large enough that a disk reads blocks about as fast as a whole file, and
-# small enough that those of a window are from all over a data set that is sorted by class.
+# Images per block: large enough that a disk reads blocks about as fast as a whole file, small enough that a window of
+# blocks covers many classes of a data set that is sorted by class.
 BLOCK_BYTES = 1 << 18
-# The most that is read ahead at once. A gap of less between images is read, too, which takes less time than a seek.
+# Read-ahead limit. Smaller gaps between images are read as well, which takes less time than a seek.
 READ_BYTES = 1 << 18
 # Enough images for mean and standard deviation to three digits.
 MEASURED_IMAGES = 5000
-# Images that are read at once to compute something of all of them.
+# Images per read when a statistic of all of them is computed.
 CHUNK_BYTES = 1 << 22
 
 
@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 22
 class Split:
     """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
 
-    If `is_mirrored`, left and right of images [H, W, C] are exchanged when they are read.
+    If `is_mirrored`, images [H, W, C] are flipped horizontally when they are read.
     """
 
     images: np.ndarray
@@ -62,15 +62,15 @@ class Split:
         return isinstance(self.images, np.memmap)
 
     def at(self, positions: np.ndarray) -> "Split":
-        """Return the samples at `positions` (int64 [M]) alone."""
+        """Return the samples at `positions`, int64 [M]."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
     def mirrored(self) -> "Split":
-        """Return the samples with left and right exchanged in every image, [H, W, C]."""
+        """Return the split with every image [H, W, C] flipped horizontally."""
         return replace(self, is_mirrored=not self.is_mirrored)
 
     def images_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the images at `positions`, [B, ...], in memory of their own; see `read`."""
+        """Return a copy of the images at `positions`, [B, ...]; see `read`."""
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
 
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def measure(samples: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
     levels, pixels = np.arange(2**bits) / (2**bits - 1), histogram[0].sum()
     mean = histogram @ levels / pixels
     std = np.sqrt(np.maximum(histogram @ np.square(levels) / pixels - np.square(mean), 0))
-    # Images of 16 bits often use few of them.
+    # 16-bit images often use a small part of the range.
     digits = 4 if bits == 8 else 7
     return tuple(round(float(m), digits) for m in mean), tuple(round(max(float(s), 0.1**digits), digits) for s in std)
 
@@ -115,8 +115,8 @@ class Batch:
     """One global batch of fixed size: positions in the split, int64 [B], and weights, float32 [B], 0 for padding.
 
     `count` samples are not padding; they come first. `ahead` are the windows to read from this batch on, as ascending
-    positions: the first batch of an epoch has its own window and the next one, and the first batch of another window
-    the one after that, which is empty where there is none.
+    positions: the first batch of an epoch has its own window and the next one; the first batch of each other window has
+        the window after it, empty at the end.
     """
 
     samples: np.ndarray
@@ -132,7 +132,7 @@ class Batch:
 
 
 def part(count: int, rank: int, ranks: int) -> slice:
-    """Return which of `count` things are a rank's: consecutive ones, the first ranks have one more if need be."""
+    """Return a rank's consecutive share of `count` items; the first ranks have one more if it is uneven."""
     each, more = divmod(count, ranks)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
@@ -144,7 +144,7 @@ def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int
 
 
 def block_size(recipe: Recipe, samples: Split) -> int:
-    """Return how many consecutive samples of a split form a block; 0 in full order."""
+    """Return the number of consecutive samples per block; 0 in full order."""
     return max(1, BLOCK_BYTES // samples.images[:1].nbytes) if recipe.data.order == "blocks" else 0
 
 
@@ -157,7 +157,7 @@ def epoch_batches(recipe: Recipe, samples: Split, epoch: int, start: int = 0) ->
 def training_batches(
     seed: int, epoch: int, count: int, batch_size: int, drop_last: bool = False, start: int = 0, block: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of one shuffled epoch, from step `start` on; of `count` samples where a batch is larger.
+    """Yield the batches of one shuffled epoch from step `start` on; a batch has at most `count` samples.
 
     `block` is the size of the blocks in block order, 0 for full order.
     """
@@ -180,13 +180,13 @@ def _batches(order: np.ndarray, batch_size: int, steps: int, start: int) -> Iter
         weights = np.zeros(batch_size, np.float32)
         weights[:count] = 1
         if count < batch_size:
-            # Padding repeats a sample of the batch, so that it costs no input from elsewhere.
+            # Padding repeats a sample of the batch, so no other image has to be read.
             samples = np.concatenate([samples, np.full(batch_size - count, samples[0])])
         yield Batch(samples=samples, weights=weights, count=count)
 
 
 def _with_windows(batches: Iterator[Batch], order: np.ndarray, ends: np.ndarray, place: int) -> Iterator[Batch]:
-    """Add the windows to read ahead to batches of block order, the first of which begins at a place in it."""
+    """Add read-ahead windows to batches in block order; the first batch begins at `place`."""
     bounds = [0, *ends.tolist(), len(order)]
     begun = np.searchsorted(ends, place, side="right")
     for batch in batches:
@@ -202,9 +202,9 @@ def _with_windows(batches: Iterator[Batch], order: np.ndarray, ends: np.ndarray,
 def prefetch(
     load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3, pool: ThreadPoolExecutor | None = None
 ) -> Iterator[Loaded]:
-    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread, or those of `pool`.
+    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread or in `pool`.
 
-    An exception of `load` is raised here, at its place in the order. Closing the iterator ends the threads.
+    Exceptions of `load` are raised here, in order. Closing the iterator ends the threads.
     """
     items = iter(items)
     with pool or ThreadPoolExecutor(1, thread_name_prefix="flatout-feed") as pool:
@@ -216,10 +216,10 @@ def prefetch(
 
 
 def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-    """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
+    """Yield the batches, each once the images of its window (see `Batch.ahead`) are in the file cache.
 
-    A thread reads the next window at the same time, in the order of the file. The `ranks` of a host share the cache, so
-    each reads its part. Nothing is read ahead in full order, or of images in memory.
+    A thread reads the next window in file order. The `ranks` of a host share the cache, so each reads its part. Nothing
+    is read ahead in full order or if the images are in memory.
     """
     images = samples.images
     if not isinstance(images, np.memmap):
@@ -241,7 +241,7 @@ def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: i
 
 
 def _spans(rows: np.ndarray, row_bytes: int) -> list[tuple[int, int]]:
-    """Return the first and last row of each part of the file that holds ascending rows, without large gaps."""
+    """Return the first and last row of each contiguous range to read for ascending rows; large gaps separate ranges."""
     is_far = (np.diff(rows) - 1) * row_bytes >= READ_BYTES
     return [(int(run[0]), int(run[-1])) for run in np.split(rows, np.flatnonzero(is_far) + 1) if len(run)]
 

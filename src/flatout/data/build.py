@@ -1,4 +1,4 @@
-"""From what the user names to a pack: found, read, decoded, and found again in the cache by content and settings."""
+"""Build a pack from the user's data, or find it in the cache by content and settings."""
 
 import json
 import mmap
@@ -61,7 +61,7 @@ def find(
     `task` is that of a recipe; `console` shows the progress of a download.
 
     Raises:
-        InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
+        InputError: the data does not exist, cannot be downloaded, or is not usable for training.
         DiskFull: a download does not fit.
     """
     from flatout.data.detect import from_python, recognise
@@ -76,14 +76,14 @@ def find(
         except InputError:
             os.close(descriptor)
             raise
-        # While the data may be read, the cache does not remove it to make room.
+        # Keeps the cache from removing the data to make room while it may be read.
         weakref.finalize(found, os.close, descriptor)
         return found
     return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
-    """Return the pack that a recipe asks for, from the cache if it is there.
+    """Return the pack that a recipe asks for, from the cache if possible.
 
     Raises:
         InputError: images cannot be read, the data has no groups, or data.class_names does not fit.
@@ -120,14 +120,14 @@ def load_pack(
     cache: Path | None,
     report: Progress,
 ) -> Pack:
-    """Return the data as a pack: the user's own, one from the cache, or one made now.
+    """Return the data as a pack: the user's own, a cached one, or a new one.
 
-    Cached packs are found by content and settings. Without a cache that can be written, the pack is a temporary file
-    that disappears with the process. Arrays of the right size stay in memory.
+    Cached packs are found by content and settings. If the cache is not writable, the pack is a temporary file that
+    disappears with the process. Arrays of the right size stay in memory.
 
     Raises:
-        InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
-            fit the settings.
+        InputError: the data cannot be read; images are bad (all are named); the user's pack is damaged or does not fit
+            the settings.
         DiskFull: the disk is full.
     """
     if isinstance(data, DataSource) and data.kind == "pack":
@@ -171,7 +171,7 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
-    """Return a pack of the user's; refuse one that does not fit the settings."""
+    """Return the user's pack; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
     bits = settings.bits or pack.bits
     size = collapse_size((height, width))
@@ -191,7 +191,7 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
 
 
 def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
-    """Return a pack of arrays that need no change."""
+    """Return a pack of arrays that need no conversion."""
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
     return Pack(
@@ -210,7 +210,7 @@ def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
 
 
 def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: Progress) -> Pack:
-    """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
+    """Return a pack in an unnamed file, where supported, so that a killed process leaves nothing behind."""
     with ExitStack() as stack:
         folder, owner = temporary_folder()
         stack.callback(os.close, owner)
@@ -225,7 +225,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
 
 
 def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path | None, report: Progress) -> str:
-    """Return the digest of everything that determines the pack, except the treatment of bad images."""
+    """Return the digest of everything that determines the pack, except how bad images are treated."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataSource):
@@ -249,7 +249,7 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
     pack = None
     task = data.task if isinstance(data, DataSource) else "auto"
     if settings.bits or task != "auto":
-        # A run whose recipe left bits and task to the data may have made the same pack.
+        # A run with automatic bits and task may have made the same pack.
         usual = replace(data, task="auto") if isinstance(data, DataSource) else data
         key = _key(usual, replace(settings, bits=0), memo, report)
         pack = _open_cached(cache / "packs" / key, report)
@@ -270,7 +270,7 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
 
 
 def _open_cached(target: Path, report: Progress) -> Pack | None:
-    """Return the pack if it is there, which it is only when it is complete."""
+    """Return the cached pack if it exists; only complete packs do."""
     try:
         if not target.exists():
             return None
@@ -280,7 +280,7 @@ def _open_cached(target: Path, report: Progress) -> Pack | None:
         return None
     except OSError as error:
         raise NotWritable(target.parent, error) from None
-    with suppress(OSError):  # only a note of the last use
+    with suppress(OSError):  # only records the last use
         os.utime(target)
     return pack
 
@@ -299,8 +299,8 @@ def _in_use(pack: Pack) -> Pack:
 
 
 def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
-    """Make the pack next to its place, then rename it."""
-    import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
+    """Make the pack in a temporary folder next to `target`, then rename it."""
+    import torch  # noqa: F401 - takes seconds to load, which the packing rate must not include
 
     started = time.perf_counter()
     _refuse_channels(source, settings)
@@ -360,20 +360,20 @@ def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path,
 
 
 def bits_of(source: ImageDataset) -> int:
-    """Return the bits per channel of the images: 16 where any of the files sampled has 16, else 8."""
+    """Return the bits per channel: 16 if any of the sampled files has 16, else 8."""
     if source.images is not None:
         return 8 * source.images.itemsize
     return max((header.bits for header in read_headers(source.files or ())), default=8)
 
 
 def _highest(source: ImageDataset, bits: int) -> int:
-    """Return the highest pixel of arrays of 16 bits that are to have 8; 0 otherwise."""
+    """Return the highest pixel of 16-bit arrays to be converted to 8 bits; 0 otherwise."""
     images = source.images
     return int(images.max()) if images is not None and bits == 8 and images.itemsize == 2 else 0
 
 
 def _refuse_channels(source: ImageDataset, settings: PackSettings) -> None:
-    """Refuse arrays whose channels are neither those that are wanted, nor can become them."""
+    """Refuse arrays whose channels cannot be converted to the wanted ones."""
     found = settings.channels if source.images is None else source.images.shape[-1]
     if found != settings.channels and {found, settings.channels} != {1, 3}:
         raise InputError(
@@ -385,13 +385,13 @@ def _refuse_channels(source: ImageDataset, settings: PackSettings) -> None:
 def _fill(
     source: ImageDataset, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
-    """Put consecutive samples into `out` [n, H, W, C]; return index -> reason of the bad ones."""
+    """Write consecutive samples to `out` [n, H, W, C]; return index -> reason of the bad ones."""
     how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}
     bad: dict[int, str] = {}
     if (images := source.images) is not None:
         out[:] = resize_images(with_bits(images[samples[0] : samples[-1] + 1], settings.bits, highest), **how)
         if isinstance(images.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            # Pages read through the map no longer count as memory of this process; touching them brings them back.
+            # Drop mapped pages, which count as memory of this process; they are read again on access.
             images.base.madvise(mmap.MADV_DONTNEED)
     else:
         assert source.files is not None

@@ -1,4 +1,4 @@
-"""The folder for what can be made again (packs, downloads, compiled programs): keys, locks and its limit.
+"""The cache of packs, downloads and compiled programs: keys, locks and the size limit.
 
 Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock next to them while they are made.
 """
@@ -30,7 +30,7 @@ LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
 _UNITS = {"": 10**9, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _OWNER = ".owner"
-# What describes a complete entry, and is locked while the entry is used.
+# Describes a complete entry, and is locked while the entry is used.
 DOWNLOAD = ".download.json"
 UNPACKED = ".archive.json"
 _KINDS = {"packs": "pack", "remote": "download", "unpacked": "archive"}
@@ -38,19 +38,20 @@ _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
 
 DIGEST_BYTES = 20
 _FILES_PER_TASK = 64
-# Larger files have the digest of the digests of their parts, which are read on all cores: a data set may be one file.
+# The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 # A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
-# are only remembered once the files have rested. Ticks are 10 ms at most, or 2 s where times are whole seconds.
+# are stored only for files unchanged for longer than that. Ticks are 10 ms at most, or 2 s where times are whole
+# seconds.
 _RESTED_NS = 10**8
 _RESTED_NS_COARSE = 25 * 10**8
 
 
 class Progress(Protocol):
-    """Whatever shows progress to the user."""
+    """Shows progress to the user."""
 
     def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Show how much is done; called often."""
+        """Show the progress; called often."""
 
     def note(self, text: str) -> None:
         """Show one sentence."""
@@ -73,7 +74,7 @@ def cache_folder() -> Path:
 
 
 def limit_bytes(folder: Path) -> int:
-    """Return the most bytes that limited entries may take: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity.
+    """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity.
 
     Raises:
         InputError: FLATOUT_CACHE_LIMIT is not a size.
@@ -88,7 +89,7 @@ def limit_bytes(folder: Path) -> int:
 
 
 def temporary_folder() -> tuple[Path, int]:
-    """Make a temporary folder and a descriptor to close when it is removed; folders of killed processes are removed."""
+    """Make a temporary folder, and a descriptor to close on removal; also remove folders of killed processes."""
     for owner in Path(tempfile.gettempdir()).glob(f"flatout-*/{_OWNER}"):
         with contextlib.suppress(OSError):  # another user's
             descriptor = lock(owner, wait=False)
@@ -104,7 +105,7 @@ def temporary_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
-    """Hold the right to make a folder, which ends with the process; wait, with a note, while another one has it.
+    """Lock a folder to be made, waiting with a note while another process has the lock; it ends with the process.
 
     Raises:
         NotWritable: the folder around it cannot be written.
@@ -140,7 +141,7 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """List the cache, least recently used first. Other processes may remove or rename entries at the same time."""
+    """List the cache, least recently used first. Other processes may change entries concurrently."""
     folder = folder or cache_folder()
     limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
     folders = (*_DESCRIPTIONS, "downloads")
@@ -153,7 +154,7 @@ def entries(folder: Path | None = None) -> list[Entry]:
 
 
 def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Remove entries; return those removed, and those that are in use or cannot be removed."""
+    """Remove entries; return the removed ones, and those that are in use or cannot be removed."""
     removed: list[Entry] = []
     kept: list[Entry] = []
     for entry in some:
@@ -162,7 +163,7 @@ def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
 
 
 def make_room(folder: Path) -> list[Entry]:
-    """Remove the least recently used entries that are not in use until the rest is within the limit; return them."""
+    """Remove least recently used entries that are not in use, until the limit is met; return them."""
     limited = [entry for entry in entries(folder) if entry.is_limited]
     excess = sum(entry.size_bytes for entry in limited) - limit_bytes(folder)
     removed = []
@@ -229,7 +230,7 @@ def _remove(entry: Entry) -> bool:
 
 
 def combined_digest(parts: Iterable[bytes]) -> str:
-    """Return one hexadecimal digest of several pieces, which also depends on where one ends and the next begins."""
+    """Return one hexadecimal digest of several pieces and of the boundaries between them."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -243,9 +244,9 @@ def digest_files(
     """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
-        paths: the files; images in containers are found by the content of these instead.
-        memo: a folder to remember the digests in, made if need be. If size, inode and times of modification and status
-            change of all files are unchanged, none is read again. Where it cannot be written, everything is read.
+        paths: the files; for images in containers, pass the containers.
+        memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
+            unchanged, none is read again. If it is not writable, everything is read.
         report: receives the number of files read.
 
     Returns:
@@ -260,14 +261,14 @@ def digest_files(
     if len(digests) != DIGEST_BYTES * len(paths):
         digests, are_settled = _read_digests(paths, report)
         if known and are_settled:
-            with contextlib.suppress(OSError, InputError, DiskFull):  # it only saves time
+            with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
                 known.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(known, digests)
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
 def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tuple[bytes, bool]:
-    """Return the digests of files, and whether their stamps may stand for them."""
+    """Return the digests of files, and whether their stamps can replace them next time."""
     digests, are_settled, cores = bytearray(), True, usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
 
@@ -284,7 +285,6 @@ def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tup
 
 
 def _name(path: "ImageBytes") -> str:
-    """Return a file's absolute path."""
     assert isinstance(path, Path)
     return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
 
@@ -301,7 +301,7 @@ def _stamp(name: str) -> tuple[int, int, int, int]:
 
 
 def _digest(name: str, threads: int) -> tuple[bytes, bool]:
-    """Return the digest of a file, of which so many parts are read at once, and whether its stamp may stand for it."""
+    """Return the digest of a file, read by `threads`, and whether its stamp can replace it next time."""
     now_ns, before = time.time_ns(), _stamp(name)
     size_bytes, _, changed_ns, _ = before
     if not any(before):  # reading a FIFO or a device might never end

@@ -1,4 +1,4 @@
-"""One image file as one array: decoded, turned upright, brought to its channels, bits and size.
+"""Decode an image file to an array: upright, with the wanted channels, bits and size.
 
 JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); `.npy` files by NumPy; TIFF
 files of which Pillow would lose bands or bits by tifffile; everything else by Pillow. All then go through one resize
@@ -47,7 +47,7 @@ from flatout.utils.errors import InputError
 if TYPE_CHECKING:
     from flatout.data.image_bytes import ImageBytes
 
-# The exact method, part of every pack. Change it whenever a pixel can change.
+# Version of the decoding, recorded in every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
     "bilinear, antialiased (triangle filter as wide as the reduction), 8-bit, torch.nn.functional.interpolate; "
     "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least 1.3 times the target remains, "
@@ -55,20 +55,20 @@ RESIZE_METHOD = (
     "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 4; "
     "16 bits in 32-bit floats"
 )
-# Chroma is replicated rather than interpolated where the whole reduction is at least this.
+# Chroma is replicated rather than interpolated if the total reduction is at least this.
 MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
 # Files whose headers are read to find the usual shape, channels and bits.
 SAMPLED = 64
 
-# Limits, which keep damaged and hostile files from taking the memory.
+# Limits that keep damaged and hostile files from exhausting memory.
 LIMIT = "FLATOUT_MAX_PIXELS"
-# Larger images (512 MiB of RGB) are refused from the header, before memory is taken; Pillow's limit for an error.
+# Larger images (512 MiB of RGB) are refused by their header, before allocating memory; Pillow's limit.
 MAX_PIXELS = 2 * 89_478_485
 # Larger images of other formats than JPEG are decoded one at a time, and averaged before they are resized.
 LARGE_PIXELS = 2**25
-# Larger files are refused without reading them: some other file, named as an image.
+# Larger files are refused unread: they are not images.
 MAX_FILE_BYTES = 2**31
-# Arrays that would take more bytes are refused before they take memory.
+# Larger arrays, in bytes, are refused before allocation.
 MAX_ARRAY_BYTES = 2**31
 _ONE_LARGE_IMAGE = threading.Lock()
 
@@ -77,19 +77,19 @@ NPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXIF_ORIENTATION = 0x0112
 _EXIF_WITHIN_BYTES = 2**18
-# Enough to tell formats.
+# Enough bytes to detect the format.
 _START_BYTES = 512
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 # An `.npy` file with fewer rows than columns and channels, and no more than these, has its channels first.
 _MOST_ROWS_OF_CHANNELS = 16
-# Tags of TIFF 6.0, and the values that make the bands a picture: grey or RGB, and the kinds of an alpha band.
+# Tags of TIFF 6.0, and the values of pictures: grey or RGB, and the kinds of alpha band.
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
 _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-# What lies in folders of images without being one: patterns of the first bytes in lower case, and the message.
+# Files often found among images: patterns of their first bytes in lower case, and the message.
 _STRANGERS = {
     rb"\s*(\xef\xbb\xbf)?\s*(<!doctype html|.*<html)": "is HTML, not an image",
     rb"\s*(\xef\xbb\xbf)?\s*(<svg|<\?xml)": "is XML or SVG, which is not supported",
@@ -127,13 +127,13 @@ def decode_image(path: "ImageBytes | bytes", *, size: Size, channels: int, resiz
     Args:
         path: the file or part of a container, or its bytes; the content decides the format, not the name.
         size: height and width of the result, in pixels.
-        channels: 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the number of bands that the file has.
+        channels: 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the file's number of bands.
         resize: "squash" (to the shape of the result); "crop" (the largest centred part of that shape, then resized; the
             same as resizing and cropping the centre, but cheaper); or "pad" (resized to fit into the result, then
             centred on black). The centre is kept to a pixel of the file, or to the divisor where a JPEG was scaled in
             the DCT, which is less than half a pixel of the result.
-        bits: 8 or 16. Pixels of 8 bits become 257 times as large in 16, so that white stays white; those of 16 are
-            scaled to 8 by the bits that they use.
+        bits: 8 or 16. 8-bit pixels are multiplied by 257 for 16, so that white stays white; 16-bit pixels are scaled to
+            8 by the bits in use.
 
     docs/data.md has the largest differences from Pillow's `convert`, `crop` and `resize(..., BILINEAR)`.
 
@@ -165,7 +165,7 @@ def read_header(path: "ImageBytes | bytes") -> ImageHeader:
             return ImageHeader(width=width, height=height, mode=mode, channels=found.channels, bits=bits)
         file.seek(0)
         with _open_with_pillow(file, start) as image:
-            # Some versions of Pillow have turned the size already, of TIFF images alone.
+            # Some versions of Pillow have already transposed the size, for TIFF images only.
             size = (tags[_WIDTH], tags[_HEIGHT]) if (tags := getattr(image, "tag_v2", None)) else image.size
             width, height = _turned(*size, _orientation_of(image))
             is_deep = image.mode.startswith("I")
@@ -184,7 +184,7 @@ def read_headers(paths: "Sequence[ImageBytes]") -> list[ImageHeader]:
 
 
 def read_file(path: "ImageBytes", length: int = -1) -> bytes:
-    """Return the first `length` bytes of a file, or all of a file or a part of a container.
+    """Return the first `length` bytes of a file, or all bytes of a file or of a part of a container.
 
     Raises:
         BadImage: it cannot be read, is empty, too large or not a regular file.
@@ -192,7 +192,7 @@ def read_file(path: "ImageBytes", length: int = -1) -> bytes:
     try:
         if isinstance(path, Path):
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
+            if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device would never end
                 raise BadImage("is not a regular file")
             if status.st_size > MAX_FILE_BYTES:
                 raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
@@ -227,7 +227,7 @@ def _turned(width: int, height: int, orientation: int) -> tuple[int, int]:
 
 
 def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
-    """Return the image, or None where it is a rare kind that Pillow must decode."""
+    """Return the image, or None for rare kinds that Pillow must decode."""
     orientation = _jpeg_orientation(data)
     target = target.turned(orientation)
     try:
@@ -265,7 +265,7 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
 def _jpeg_orientation(data: bytes) -> int:
     start = data.find(b"Exif\0\0", 0, _EXIF_WITHIN_BYTES)
     if start >= 0:
-        with STRICT_PILLOW, suppress(Exception):  # damaged metadata does not spoil the pixels
+        with STRICT_PILLOW, suppress(Exception):  # damaged metadata does not affect the pixels
             exif = Image.Exif()
             exif.load(data[start : start + 2**16])
             return int(exif.get(EXIF_ORIENTATION, 1))
@@ -278,8 +278,8 @@ def _jpeg_orientation(data: bytes) -> int:
 class _ArrayHeader(NamedTuple):
     """The header of a `.npy` file or of a TIFF file of several bands.
 
-    `is_picture`: Pillow can decode it, if not with all of its bands, or with 8 bits only. `has_alpha`: a band is
-    transparency, or the colours are others than grey or RGB. `orientation` is that of EXIF, which is not applied yet.
+    `is_picture`: Pillow can decode it, possibly losing bands or bits. `has_alpha`: a band is transparency, or the
+    colours are neither grey nor RGB. `orientation` is the EXIF orientation, not applied yet.
     """
 
     height: int
@@ -314,7 +314,7 @@ def _decode_array(data: bytes, target: Target) -> np.ndarray | None:
 
 
 def _array_header(file: BinaryIO, start: bytes) -> _ArrayHeader | None:
-    """Return the header of a `.npy` or TIFF file; None for others, and for TIFF files that are left to Pillow."""
+    """Return the header of a `.npy` or TIFF file; None for others and for TIFF files that Pillow decodes."""
     if start.startswith(NPY_START):
         shape, _, dtype = _npy_header(file)
         return _ArrayHeader(shape[0], shape[1], shape[2] if len(shape) == 3 else 1, dtype)
@@ -325,7 +325,7 @@ def _array_header(file: BinaryIO, start: bytes) -> _ArrayHeader | None:
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, order and type of the array of a `.npy` file, which is checked to be an image."""
+    """Return shape, order and type of a `.npy` file's array, after checking that it is an image."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -382,7 +382,7 @@ def _tiff_header(file: BinaryIO) -> _ArrayHeader | None:
 def _read_tiff(data: bytes) -> np.ndarray:
     import tifffile
 
-    # What it logs about damaged files becomes the reason, or does not matter.
+    # Its log about damaged files becomes the reason, or is ignored.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
     try:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
@@ -406,9 +406,9 @@ def _read_tiff(data: bytes) -> np.ndarray:
 
 
 class _StrictPillow:
-    """While active, Pillow refuses incomplete files, leaves the limit of pixels to us, and emits no warnings.
+    """While active, Pillow refuses incomplete files, has no pixel limit of its own, and emits no warnings.
 
-    These are settings of the whole process: the first thread changes them, the last one restores them.
+    These settings are global: the first thread changes them, the last one restores them.
     """
 
     def __init__(self) -> None:
@@ -449,12 +449,12 @@ def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
                 raise
             except Exception as error:  # as for the header: any error here means a damaged file
                 raise BadImage(f"is truncated or damaged: {error}") from None
-    del image  # and its memory, before the resize takes some
+    del image  # free the memory before the resize
     return upright(resized_to(image_HWC[None], target)[0], orientation)
 
 
 def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
-    """Return an image of which only the header has been read and checked."""
+    """Return an image after reading and checking its header only."""
     if _HEIF.match(start):
         with suppress(ImportError):
             import pillow_heif  # pyright: ignore[reportMissingImports]
@@ -486,12 +486,12 @@ def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
 def _orientation_of(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # damaged metadata does not spoil the pixels
+    except Exception:  # damaged metadata does not affect the pixels
         return 1
 
 
 def _to_array(image: Image.Image, target: Target) -> np.ndarray:
-    """Return a loaded image as uint8 [H, W, 1, 3 or 4], or uint16 [H, W, 1]; a large one averaged by a whole factor."""
+    """Return a loaded image as uint8 [H, W, 1, 3 or 4] or uint16 [H, W, 1], box-averaged if large."""
     if image.mode == "F":
         raise BadImage("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -515,5 +515,5 @@ def _to_array(image: Image.Image, target: Target) -> np.ndarray:
         factor = int(min(image.height / (left * target.height), image.width / (left * target.width)))
         image = image.reduce(factor) if factor > 1 else image
     if target.channels == 1 and image.mode == "RGB":
-        image = image.convert("L")  # as `with_channels` does, in less memory
+        image = image.convert("L")  # see `with_channels`; takes less memory
     return np.array(image).reshape(image.height, image.width, -1)

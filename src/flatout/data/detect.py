@@ -1,4 +1,4 @@
-"""Detect, by looking, which format a path or a Python value has."""
+"""Detect the format of a path or a Python value."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ from flatout.utils.files import printable
 if TYPE_CHECKING:
     from flatout.data.cache import Progress
 
-# In the order in which they are tried.
+# In the order of detection.
 FORMATS = (
     folders.CLASSES_IN_NAMES,
     arrays.IDX,
@@ -36,7 +36,7 @@ FORMATS = (
 )
 
 DIGITS = "sklearn:digits"
-# What has no reader of its own: rows of the table in docs/data.md, as in `Format`.
+# Kinds of data without a reader of their own: rows of the table in docs/data.md, see `Format`.
 OTHERS = {
     "archive": (
         "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
@@ -57,24 +57,24 @@ _EXPECTED = (
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _ARCHIVES = (*SUFFIXES, ".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
-# What else of a recipe determines what is read from given files.
+# Recipe keys that affect what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
 
 def is_pack(path: Path) -> bool:
-    """Tell whether a path is a pack, a folder of decoded images."""
+    """Whether a path is a pack, a folder of decoded images."""
     return (path / "pack.json").is_file()
 
 
 def recognise(
     path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None
 ) -> DataSource:
-    """Recognise what a path or `sklearn:digits` holds, without reading the images.
+    """Recognise the data at a path, or `sklearn:digits`, without reading the images.
 
-    `report` shows the progress where an archive is unpacked, when its images are read.
+    `report` shows the progress of unpacking an archive, when its images are read.
 
     Raises:
-        InputError: there is nothing at the path, or nothing recognisable.
+        InputError: the path does not exist or has no known format.
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
@@ -109,7 +109,7 @@ def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions)
 
 
 class _ArchiveReader:
-    """Reads an archive; the console, which shows the progress of unpacking, is not sent to other processes."""
+    """Reads an archive; the console, which shows the progress of unpacking, is not pickled."""
 
     def __init__(
         self, path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None" = None
@@ -124,10 +124,10 @@ class _ArchiveReader:
 
 
 def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> ImageDataset:
-    """Unpack an archive and read its content, in any format. Messages and notes name the archive."""
+    """Unpack an archive and read its content in any format; messages name the archive."""
     unpacked = unpack(path, report)
     root, folder = unpacked.folder, str(unpacked.folder)
-    # Many archives hold nothing but one folder; others are one compressed file.
+    # Many archives contain a single folder; others are one compressed file.
     while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
         root = inside[0]
     if options.images:
@@ -150,7 +150,7 @@ def _content(folder: Path) -> list[Path]:
 
 
 def from_python(data: object, task: str = "auto") -> ImageDataset:
-    """Read arrays or data sets of torch, alone, in a tuple, or in a dict by split."""
+    """Read arrays or torch data sets: one, a tuple, or a dict by split."""
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
     if arrays.is_pair(data) or any(map(arrays.is_pair, parts)):
         return arrays.from_arrays(data, task)
@@ -175,7 +175,7 @@ def _read_pack(path: Path) -> ImageDataset:
 
 
 def _explain(path: Path) -> str:
-    """Explain what is at a path that has no known format, and what to do."""
+    """Describe a path without a known format, and what to do."""
     if path.is_file() and path.name.lower().endswith(_ARCHIVES):
         return "is an archive; unpack it and give the folder"
     if path.is_file() and path.suffix.lower() in _SPREADSHEETS:

@@ -1,4 +1,4 @@
-"""Data named by a URL, and public data sets: downloaded once into the cache by fsspec, then read like local files."""
+"""Data at a URL, and public data sets: downloaded once into the cache by fsspec, then read like local files."""
 
 import contextlib
 import copy
@@ -27,11 +27,11 @@ from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
 if TYPE_CHECKING:
     from flatout.data.cache import Progress
 
-# Silence that ends a connection.
+# Timeout of a silent connection.
 _TIMEOUT_SECONDS = 20.0
 _CONNECTIONS = 16
 _WEB = ("http", "https")
-# What file systems report as the version of a file, such as a digest of its content.
+# Keys under which file systems report a file's version, such as a digest of its content.
 _VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
 _PAGE_STARTS = (b"<!doctype html", b"<html")
 _INCOMING = ".incoming"
@@ -71,7 +71,7 @@ class _TransferError(InputError):
 
 
 class _Unusable(_TransferError):
-    """What has arrived is not the data, so nothing of it is kept."""
+    """The downloaded content is not the data, so nothing is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +87,15 @@ class _RemoteFile:
 
 
 def is_remote(data: Any) -> bool:
-    """Whether data is named by a URL."""
+    """Whether data is a URL."""
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
 
 def download(url: str, report: "Progress") -> tuple[Path, int]:
-    """Return the local copy of a file or folder, downloaded now or before, and a descriptor to close after its use.
+    """Return the local copy of a file or folder, and a descriptor to close after its use.
 
-    The copy is in the cache, under a key of the URL and of all names, sizes and versions there. An interrupted download
-    keeps the files that are complete. Of several processes, one downloads.
+    The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
+    the files that are complete. Of several processes, one downloads.
 
     Raises:
         InputError: the source cannot be read, has changed during the download, or the cache cannot be written.
@@ -128,7 +128,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
             report.note(f"{shown}: unchanged since it was downloaded into the cache")
         else:
             _download(server, name, files, target, report)
-        with contextlib.suppress(OSError):  # only a note of the last use
+        with contextlib.suppress(OSError):  # only records the last use
             os.utime(target)
         descriptor = lock(target / DOWNLOAD, shared=True)
         assert descriptor is not None
@@ -148,7 +148,7 @@ def _copies(shown: str) -> list[Path]:
 
 
 def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: "Progress") -> None:
-    """Download files beside their place, then rename the folder. An error keeps complete files if they may be right."""
+    """Download files to a temporary folder, then rename it. After an error, complete files are kept if valid."""
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if not file.is_complete(unfinished)]
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
@@ -200,7 +200,7 @@ def _verify(server: "_Server", file: _RemoteFile, path: Path) -> None:
 
 
 class _Transfers(Callback):
-    """Shows how many bytes have arrived, and moves each file to its place when it is complete."""
+    """Shows the number of bytes received, and moves each file to its place once complete."""
 
     def __init__(self, folder: Path, done: int, total: int, report: "Progress") -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _Transfers(Callback):
         path.replace(target)
 
     def end(self) -> None:
-        """Stop what still runs in fsspec's thread; asyncio would report at the end of the process that it did."""
+        """Stop the tasks in fsspec's thread, which asyncio would complain about at exit."""
         logging.getLogger("asyncio").addHandler(_SILENT)
         self._has_ended = True
 
@@ -259,12 +259,12 @@ class _Server:
         self._sent_names: list[str] = []  # of files, by a web server
         options = copy.deepcopy(self._store.options) if self._store else self._web_options()
         try:
-            # A new one each time: others would remember lists of files.
+            # A new instance each time: cached ones remember file listings.
             self._system: Any = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True, **options)
         except ImportError:
             assert self._store is not None
             raise InputError(f"{url}: needs the package {self._store.package}") from None
-        # Errors that the libraries log, with tracebacks, are in our messages.
+        # The libraries log tracebacks of errors that our messages already contain.
         for library in (type(self._system).__module__.partition(".")[0], "aiohttp"):
             logging.getLogger(library).addHandler(_SILENT)
 
@@ -274,7 +274,7 @@ class _Server:
         from flatout import __version__
 
         async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
-            """Keep credentials, which aiohttp sends again to the same host, from a connection without encryption."""
+            """Refuse unencrypted redirects: aiohttp sends credentials again to the same host."""
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
                 where = _without_query(location)
@@ -342,7 +342,7 @@ class _Server:
 
     @staticmethod
     def _describe(info: Mapping[str, Any], name: str) -> _RemoteFile:
-        # A weak ETag does: a server has it only because it might compress what it sends.
+        # A weak ETag is fine: servers use it only because they may compress the response.
         versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
         return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
 
@@ -379,7 +379,7 @@ class _Server:
             yield
         except (InputError, Stopped):
             raise
-        except Exception as error:  # each store's own
+        except Exception as error:  # exceptions of each store's library
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise
             chain = causes(error)
@@ -482,18 +482,18 @@ _WHERE_TO_GET = {
 
 
 def where_to_get(job: str) -> str:
-    """Return where to get the data of a built-in job that may not be downloaded, and the layout it needs."""
+    """Return the source and layout of the data of a built-in job that cannot be downloaded automatically."""
     return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
 
 
 def download_public(data: PublicData, folder: Path, note: Callable[[str], None]) -> Path:
     """Download the files that are missing or damaged into a folder, and return the folder.
 
-    Every mirror is tried in turn. A file gets its name when it is complete and its MD5 is right. Of two processes, the
-    second waits and finds the files. `note` gets a line for each file.
+    Every mirror is tried in turn. A file is renamed to its final name once complete with the right MD5. A second
+    process waits and finds the files. `note` gets a line for each file.
 
     Raises:
-        InputError: a file could not be downloaded from any mirror, or not written.
+        InputError: a file could not be downloaded from any mirror or not be written.
         DiskFull: the disk is full.
     """
     try:
@@ -536,5 +536,5 @@ def _download_public_file(data: PublicData, name: str, folder: Path, note: Calla
 
 def _md5(path: Path) -> str:
     with path.open("rb") as file:
-        # Against damage, not attacks; it is what the publishers give.
+        # Detects damage, not attacks; the publishers provide no other digest.
         return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()

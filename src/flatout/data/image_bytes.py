@@ -1,4 +1,4 @@
-"""ImageBytes images: files of their own, or slices of larger files that any number of threads read in place."""
+"""Encoded images: separate files, or slices of larger files that any number of threads read in place."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ _COPIED_BYTES = 1 << 20
 
 
 class ImageBytes(Protocol):
-    """An encoded image: a `pathlib.Path`, or a part of another file. `str()` of it is its name in messages."""
+    """An encoded image: a `pathlib.Path` or a part of another file; `str()` is its name in messages."""
 
     def read_bytes(self) -> bytes:
         """Return the bytes; raises OSError."""
@@ -37,7 +37,7 @@ class ShardFile:
 
     Raises:
         InputError: the file cannot be read, is damaged, or is a decompression bomb.
-        DiskFull: there is no room for the decompressed bytes.
+        DiskFull: the disk is too full for the decompressed bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class ShardFile:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Lend a descriptor for `os.pread`, for a short time, as there may be thousands of files."""
+        """Open a descriptor for `os.pread`, only briefly, because there may be thousands of files."""
         if self._temporary is not None:
             yield self._temporary.fileno()
             return
@@ -78,7 +78,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a file; `name` is its place there, such as "record 17"."""
+    """A part of a file; `name` is its position, such as "record 17"."""
 
     file: ShardFile
     name: str
@@ -103,8 +103,8 @@ class ImageBytesList(Sequence[ImageBytes]):
     """Images in a list that stores paths and slices in few bytes: millions take little memory."""
 
     def __init__(self, *parts: Iterable[ImageBytes]) -> None:
-        # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name
-        # there, and if it is a slice, an offset and a size.
+        # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name, and
+        # for slices an offset and a size.
         self._owners: list[Any] = []
         self._numbers: dict[Any, int] = {}  # of the owners
         self._owner = array("L")
@@ -119,7 +119,7 @@ class ImageBytesList(Sequence[ImageBytes]):
 
     @classmethod
     def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: Iterable[str]) -> "ImageBytesList":
-        """Make a list of paths from folders and, of each path, the number of its folder and its name."""
+        """Make a list of paths from folders and, for each path, its folder index and name."""
         encoded = list(map(os.fsencode, names))
         files = cls()
         files._owners = list(folders)
@@ -127,11 +127,11 @@ class ImageBytesList(Sequence[ImageBytes]):
         files._names += b"".join(encoded)
         files._ends = array("Q", np.cumsum([len(name) for name in encoded], dtype=np.uint64).tobytes())
         files._places = array("Q", bytes(16 * len(encoded)))
-        # A folder that is named twice has one number.
+        # A folder that is listed twice has one index.
         return cls(files)
 
     def _extend(self, other: "ImageBytesList") -> None:
-        """Add the images of another list, at once."""
+        """Add the images of another list."""
         own = np.array([self._number_of(owner) for owner in other._owners], np.dtype("L"))
         self._owner.frombytes(own[np.asarray(other._owner)].tobytes())
         self._ends.frombytes((np.asarray(other._ends) + np.uint64(len(self._names))).tobytes())
@@ -139,7 +139,7 @@ class ImageBytesList(Sequence[ImageBytes]):
         self._places += other._places
 
     def _number_of(self, owner: Any) -> int:
-        """Return the number of an owner; folders and files have one each."""
+        """Return the index of an owner, added if new."""
         number = len(self._owners)
         if isinstance(owner, str | ShardFile):
             number = self._numbers.setdefault(owner, number)
@@ -148,7 +148,7 @@ class ImageBytesList(Sequence[ImageBytes]):
         return number
 
     def append(self, image: ImageBytes) -> None:
-        """Add an image."""
+        """Add an image to the end."""
         owner, name, offset, size = image, "", 0, 0
         if isinstance(image, Path):
             owner, name = os.path.split(image)

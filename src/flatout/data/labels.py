@@ -1,4 +1,4 @@
-"""Labels of every kind (numbers, names, rows of 0 and 1) as those of a task.
+"""Convert labels of every kind (numbers, names, rows of 0 and 1) to those of a task.
 
 | task | labels |
 |---|---|
@@ -31,7 +31,7 @@ _SEPARATORS = f"{_LINE}|;, "
 _WHOLE_NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
-# Up to so many different labels are classes, even if they are numbers.
+# Up to this many distinct labels are classes, even if they are numbers.
 _FEW = 20
 _IF_CLASSES = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
 _IF_NUMBERS = "if they are numbers to predict: --set task=regression"
@@ -41,7 +41,7 @@ Locate = Callable[[int], str]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
-    """Labels as a pack has them: a task, its class names (none in regression), values, and notes for the user."""
+    """Labels in the form of a pack: task, class names (none in regression), values, and notes for the user."""
 
     task: str
     classes: tuple[str, ...]
@@ -51,7 +51,7 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class DistinctLabels:
-    """Labels as distinct values [D] (texts, numbers, or lists of these) and the position of each image's: int64 [N]."""
+    """Labels as distinct values [D] (texts, numbers, or lists of these) and their index for each image, int64 [N]."""
 
     values: Sequence[Any] | np.ndarray
     codes: np.ndarray
@@ -72,7 +72,7 @@ def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
-    """Join items in one line for a message; beyond the limit, give their number."""
+    """Join items in one line for a message; items beyond the limit are counted."""
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
     return ("; ".join(items[:limit]) + rest).replace("\r", "\\r").replace("\n", "\\n")
@@ -124,10 +124,10 @@ def read_class_list(path: Path) -> tuple[str, ...]:
 
 
 def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split a class list into the labels that the data has, and the names of the classes.
+    """Split a class list into the labels used by the data, and the class names.
 
     Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
-    ids. Classes of the same name get their ids too.
+    ids. Ids are appended to repeated class names.
     """
     matches = [match for line in lines if (match := _ID_AND_NAME.fullmatch(line))]
     ids = tuple(match[1] for match in matches)
@@ -158,7 +158,7 @@ def read_labels(
         where, subject: begin messages about all labels of a split, and of all splits ("list.csv: column 'price'").
         locate: `locate(split, index)` begins messages about one label ("labels.csv: line 7").
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
-        task: a task's name, or auto for the one that the labels show.
+        task: a task's name, or auto to infer it from the labels.
 
     Raises:
         InputError: a label is unknown, negative, empty or does not fit the task (ten are listed), or it is unclear what
@@ -206,7 +206,7 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     values, codes = labels.values, labels.codes
     if isinstance(values, list):
         values = _with_lines(values)
-        # An array would hold all texts in the length of the longest.
+        # A NumPy array would pad all texts to the longest.
         is_long = [isinstance(value, str) and len(value) > MAX_LABEL_LENGTH for value in values]
         for i in np.flatnonzero(np.array(is_long)[codes])[:1]:
             text = values[codes[i]]
@@ -248,13 +248,13 @@ def _count(labels: list[Any]) -> DistinctLabels:
     try:
         keys = (tuple(label) if isinstance(label, list) else label for label in labels)
         codes = [found.setdefault(key, len(found)) for key in keys]
-    except TypeError:  # lists in lists, which are refused
+    except TypeError:  # nested lists, which are refused
         return DistinctLabels(labels, np.arange(len(labels)))
     return DistinctLabels(list(found), np.array(codes, np.int64))
 
 
 def _with_lines(values: list[Any]) -> list[Any]:
-    """Turn lists of names or whole numbers into texts with a line for each; rows of 0 and 1, and others, stay."""
+    """Turn lists of names or integers into texts, one item per line; other labels, also rows of 0 and 1, stay."""
     if not all(isinstance(value, (list, tuple)) for value in values):
         return values
     parts = [part for value in values for part in value]
@@ -269,7 +269,7 @@ def _with_lines(values: list[Any]) -> list[Any]:
 
 
 def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
-    """Turn `DistinctLabels`, or rows of 0 and 1, of all splits into the labels of a task."""
+    """Convert `DistinctLabels`, or rows of 0 and 1, to the labels of a task."""
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":
@@ -289,10 +289,10 @@ def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subje
 
 
 def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
-    """Find the task that labels show.
+    """Infer the task from the labels.
 
     Raises:
-        InputError: they could be of several.
+        InputError: several tasks are possible.
     """
     if isinstance(labels, np.ndarray):
         return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
@@ -311,7 +311,7 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
     if 2 * len(numbers) > len(texts) and len(numbers) > 2 and (are_many or are_mostly_different):
         if not all(value.is_integer() for value in numbers):
             return "regression"  # which refuses texts among the numbers
-        # Numbers of classes are dense, or have many images each.
+        # Class indices are dense, or have many images each.
         are_spread = are_many and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts)
     mark, is_sure = _find_separator(texts)
     if is_sure and not are_spread:
@@ -334,11 +334,11 @@ def _are_decimals_with_commas(texts: list[str]) -> bool:
 
 
 def _find_separator(texts: list[str]) -> tuple[str, bool]:
-    """Find what separates several labels in one text, or "", and whether that is sure.
+    """Find the separator of several labels in one text, or "", and whether that is certain.
 
-    Names may contain any separator. It is a sign of several labels where the parts of a text are labels themselves,
-    where few parts make up many texts, or where texts with a bar have parts in common. Spaces and commas are a sure
-    sign only where few parts make up many texts.
+    Names may contain any separator. It indicates several labels if the parts of a text are labels themselves, if few
+    parts make up many texts, or if texts with a bar have parts in common. Spaces and commas are certain only if few
+    parts make up many texts.
     """
     known = set(texts)
     for mark in _SEPARATORS:
@@ -353,7 +353,7 @@ def _find_separator(texts: list[str]) -> tuple[str, bool]:
 
 
 def _split(text: str, marks: str) -> list[str]:
-    """Split a text into labels, at the first of the marks that occurs in it; empty labels are left out."""
+    """Split a text into labels at the first separator that occurs in it, without empty labels."""
     mark = next((mark for mark in marks if mark in text), None)
     return [part.strip() for part in text.split(mark) if part.strip()] if mark else [text] if text else []
 
@@ -400,11 +400,11 @@ def _several(labels: Any, names: tuple[str, ...] | None, locate: Locate) -> Labe
 def _index(
     labels: DistinctLabels, names: tuple[str, ...] | None, locate: Locate
 ) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...]]:
-    """Find class names, the index of each distinct label, int64 [D], and notes for the user.
+    """Return class names, the class index of each distinct label, int64 [D], and notes for the user.
 
-    With class names, a label is one of them or a position among them, counted from 0. Without, texts are sorted;
-    numbers that start at 0 with no more gaps than classes stay as they are, so that output k of a model is label k;
-    other numbers are sorted and renumbered from 0.
+    With class names, a label is a name or a zero-based index. Without, texts are sorted; numbers that start at 0 with
+    no more gaps than classes stay as they are, so that output k of a model is label k; other numbers are sorted and
+    renumbered from 0.
     """
     values = np.asarray(labels.values)
     refuse = partial(_refuse, labels, locate=locate)
@@ -422,7 +422,7 @@ def _index(
             is_odd = np.isin(values, ("nan", "NaN"))
             if 2 * is_name.sum() < len(texts):
                 is_odd |= is_name
-            else:  # whole numbers may be classes among names, as digits among letters
+            else:  # integers may be class names, such as digits among letters
                 is_odd |= [not (n or float(text).is_integer()) for n, text in zip(is_name, texts, strict=True)]
             refuse(is_odd, what="unlike the other labels:", fix=_IF_CLASSES)
             return tuple(texts), np.arange(len(texts)), ()

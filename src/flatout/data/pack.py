@@ -1,8 +1,8 @@
-"""A data set decoded once: a folder of plain NumPy files that anyone can map.
+"""A decoded data set: a folder of plain NumPy files that can be memory-mapped.
 
 images.npy  uint8 or uint16 [N, H, W, C]
-labels.npy  int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
-pack.json   what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
+labels.npy  int64 [N]; multi-label uint8 [N, K], regression float32 [N]
+pack.json   description and settings, with CRC-32s of blocks of rows, of the labels, and of itself
 
 They are written block by block, checked when opened, and shared with the other processes of the host.
 """
@@ -40,21 +40,21 @@ IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
 # Format 1 had square images of 8 bits.
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
-# By task; packs that were written without a task have one label for each image.
+# By task; packs written without a task are single-label.
 LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
-# Images that have one CRC-32.
+# Bytes of images per CRC-32.
 BLOCK_BYTES = 16 << 20
-# Checking all of a pack of hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, blocks over
-# the whole file are checked: enough to find a file that was cut short, overwritten, or lies on a failing disk.
+# Checking hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, evenly spaced blocks are
+# checked: enough to find a file that is truncated, overwritten, or on a failing disk.
 CHECKED_BYTES = 2 << 30
-# What one thread decodes at a time. Memory while packing is three times that for each core.
+# Work of one thread at a time. Packing takes three times the bytes for each core.
 _SAMPLES_PER_TASK, _TASK_BYTES = 16, 4 << 20
 
 Fill = Callable[[range, np.ndarray], dict[int, str]]
 
 
 class DamagedPack(InputError):
-    """A pack whose files are not what was written."""
+    """A pack whose files have changed since they were written."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path}: is damaged ({what}); delete {path.parent} and pack the data again")
@@ -62,7 +62,7 @@ class DamagedPack(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class PackSettings:
-    """How images become a pack; the fields are those of a recipe."""
+    """The settings of a pack, as in a recipe."""
 
     size: Size
     channels: int
@@ -82,14 +82,14 @@ class Pack:
     """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `ImageDataset`.
 
     Attributes:
-        folder: its folder; None where it is in memory or has no name.
+        folder: its folder; None if it is in memory or unnamed.
         images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
-        groups: as `ImageDataset.group_numbers`.
-        resize: how images got their shape, as `data.resize`.
+        groups: see `ImageDataset.group_numbers`.
+        resize: the resize method, see `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.
         is_decoded: whether the images were decoded from files, by the cache or for this run.
-        build_seconds: the time it took to build, now or then.
+        build_seconds: the time it took to build, even if cached.
         fingerprint: a digest of images, labels and splits; the class names are not part of it.
     """
 
@@ -119,7 +119,7 @@ class Pack:
         return describe(self.kind, self.classes, self.splits, self.task)
 
     def labels_among(self, classes: tuple[str, ...], where: Any) -> np.ndarray:
-        """Return the labels as indices into `classes`, matched by name; numbers stay as they are.
+        """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
 
         `where` is the data as the user named it.
 
@@ -146,7 +146,7 @@ def fingerprint_of(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32
 
 
 def crc32s_of(images: np.ndarray) -> list[int]:
-    """Return the CRC-32s of an array's blocks, which are those of a pack of it."""
+    """Return the CRC-32s of an array's blocks, as a pack of it has them."""
     rows = max(1, BLOCK_BYTES // images[:1].nbytes)
     with ThreadPoolExecutor(usable_cores()) as pool:
         blocks = (images[start : start + rows] for start in range(0, len(images), rows))
@@ -161,8 +161,8 @@ def write_images(
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores.
 
-    They are written with ordinary writes: through a map, a full disk would kill the process, and the pages would count
-    as its memory.
+    Ordinary writes are used: with a memory map, a full disk would kill the process, and the pages would count as its
+        memory.
 
     Returns:
         The number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
@@ -185,7 +185,7 @@ def write_images(
     blocks: list[tuple[int, int]] = []
     all_bad: dict[int, str] = {}
     rows, crc32, threads = 0, 0, torch.get_num_threads()
-    # Threads that decode use no more threads of torch's.
+    # Decoding threads must not start torch threads.
     pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
         with (folder / IMAGES).open("w+b") as file:
@@ -211,7 +211,7 @@ def write_images(
 
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
-    """Add labels and description to written images and rename the folder, so that it is complete or missing."""
+    """Add labels and description to written images and rename the folder, so that it is either complete or missing."""
     with (partial / LABELS).open("wb") as file:
         np.save(file, labels)
         _sync(file)
@@ -231,7 +231,7 @@ def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
 
 
 def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
-    """Have the system set the room aside, where it can, so that a full disk is known at once."""
+    """Preallocate the file where supported, so that a full disk is reported at once."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -257,7 +257,7 @@ def _json_crc32(description: dict[str, Any]) -> int:
 
 
 def open_pack(folder: Path, verify: bool = True) -> Pack:
-    """Open a pack; `verify` compares CRCs of the images (of up to 2 GiB all, beyond that of blocks spread evenly).
+    """Open a pack; `verify` checks the CRCs of the images (up to 2 GiB all, beyond that evenly spaced blocks).
 
     Raises:
         InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
@@ -272,12 +272,12 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
 
 
 def map_images(path: str | Path) -> np.ndarray:
-    """Map an .npy file, read-only. On Linux it stays readable after it was removed, also by other processes."""
+    """Map an .npy file, read-only. On Linux it stays readable after removal, also by other processes."""
     if not Path("/proc/self/fd").is_dir():
         return np.load(path, mmap_mode="r")
     file = os.open(path, os.O_RDONLY)
     try:
-        # A text, as np.load follows a Path to the name of the file.
+        # A str, because np.load resolves a Path.
         images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
         weakref.finalize(images, os.close, file)
     except BaseException:
@@ -378,7 +378,7 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPack:
-    """A pack without its images, and the .npy file of these; `in_memory` if that exists only while it is shared."""
+    """A pack without its images, and their .npy file; with `in_memory`, that exists only while it is shared."""
 
     pack: Pack
     images: str
@@ -395,7 +395,7 @@ class SharedPack:
 def share(pack: Pack) -> Iterator[SharedPack]:
     """Share a pack with other processes of this host while the context lasts.
 
-    Images in memory are copied to a file; on Linux it has no name, so that a killed process leaves nothing behind.
+    Images in memory are copied to a file; on Linux it is unnamed, so that a killed process leaves nothing behind.
     """
     rest = replace(pack, images=np.empty((0, *pack.images.shape[1:]), pack.images.dtype))
     if isinstance(pack.images, np.memmap) and pack.images.filename:

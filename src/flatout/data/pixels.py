@@ -14,11 +14,11 @@ BYTES = (0.0, 255.0)
 WORDS = (0.0, 65535.0)
 UNIT = (0.0, 1.0)
 SIGNED = (-1.0, 1.0)
-# The antialiased resize hides what cheaper ways to decode leave out if it still reduces by this much after them.
+# Cheaper decoding is used only if the antialiased resize that follows still reduces by this factor.
 MIN_REDUCTION_LEFT = 1.3
 # EXIF orientations of images whose rows are stored as columns.
 TURNED = (5, 6, 7, 8)
-# Floats are computed for so many images at a time, to take little memory.
+# Images converted to float at a time, to limit memory.
 _BLOCK_IMAGES = 2**12
 
 
@@ -32,8 +32,8 @@ class BadImage(ValueError):
 def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.ndarray:
     """Return a view [N, H, W, C] of images [N, H, W], [N, H, W, C] or [N, C, H, W].
 
-    The axis of channels is the one that has 1, 3 or `channels` (where that is known); else the one without which the
-    two others are most alike, as the sides of images are.
+    The channel axis is the one of size 1, 3 or `channels` (if known); else the one whose removal leaves the two most
+    similar sizes.
 
     Raises:
         InputError: the shape is none of these, or could be two of them.
@@ -45,7 +45,7 @@ def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.nd
     _, one, two, three = images.shape
     first, last = (length in (1, 3, channels) for length in (one, three))
     if not first and not last:
-        # max / min of the two sides that remain.
+        # max / min of the two remaining sides.
         if_first, if_last = max(two, three) / min(two, three), max(one, two) / min(one, two)
         first, last = if_first <= if_last, if_last <= if_first
     if first and last and images.shape[1:] != (1, 1, 1):
@@ -69,7 +69,7 @@ def value_range(low: float, high: float, where: object, *, signed: bool = False)
 
 
 def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
-    """Return the range of an array of images: by its type, for floats by its values; errors as for `value_range`.
+    """Return the range of an array of images: by dtype, for floats by value; for errors see `value_range`.
 
     uint16 is always 0..65535, so that it does not depend on the images.
     """
@@ -86,7 +86,7 @@ def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
 
 
 def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return uint16 images of the range 0..65535 unchanged, others as `to_uint8`.
+    """Return uint16 images of the range 0..65535 unchanged, others converted by `to_uint8`.
 
     Raises:
         InputError: only some of the images are uint16; or as for `to_uint8`.
@@ -100,7 +100,7 @@ def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> 
 
 
 def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return images scaled from the range to 0..255 and rounded; uint8 images are returned unchanged.
+    """Return images scaled from the range to 0..255 and rounded; uint8 images are unchanged.
 
     Raises:
         InputError: a value is outside the range, or is not a whole number where the range is 0..255.
@@ -131,8 +131,8 @@ def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> n
 def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
     """Return uint8 or uint16 images with 8 or 16 bits per pixel and channel.
 
-    Cameras and scanners often use 12 or 8 of 16 bits; scaled by 16 bits, few levels would remain of these. `highest`
-    is the highest pixel of the data set, by default that of these images.
+    Cameras and scanners often use 12 or 8 of 16 bits; scaling from 16 bits would leave few levels. `highest` is the
+    highest pixel of the data set, by default that of these images.
     """
     if images.dtype.itemsize * 8 == bits:
         return images
@@ -145,7 +145,7 @@ def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
 
 
 def with_channels(images_NHWC: np.ndarray, channels: int) -> np.ndarray:
-    """Return images with grey repeated as colour, or colour as luma; raise BadImage where other channels differ."""
+    """Return images with grey repeated as colour, or colour as luma; raise BadImage for other conversions."""
     found = images_NHWC.shape[-1]
     if found == channels:
         return images_NHWC
@@ -162,7 +162,7 @@ def with_channels(images_NHWC: np.ndarray, channels: int) -> np.ndarray:
 
 
 class Target(NamedTuple):
-    """What an image is to become; see `decode.decode_image`."""
+    """The wanted form of an image; see `decode.decode_image`."""
 
     height: int
     width: int
@@ -175,7 +175,7 @@ class Target(NamedTuple):
         return self._replace(height=self.width, width=self.height) if orientation in TURNED else self
 
     def used(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return top, left, height and width of what is used of an image: all, or the largest centred part."""
+        """Return top, left, height and width of the used part of an image: all, or the largest centred part."""
         if self.resize != "crop":
             return 0, 0, height, width
         # The whole of one side, and as much of the other as the target's shape has.
@@ -186,7 +186,7 @@ class Target(NamedTuple):
         return (height - used[0]) // 2, (width - used[1]) // 2, *used
 
     def filled(self, height: float, width: float) -> tuple[int, int]:
-        """Return how much of the target the used part of an image fills: all, or less one way if it is to be padded."""
+        """Return the size that an image fills in the target: all of it, or less along one axis with padding."""
         if self.resize != "pad":
             return self.height, self.width
         if height * self.width <= width * self.height:
@@ -195,7 +195,7 @@ class Target(NamedTuple):
 
 
 def resize_images(images_NHWC: np.ndarray, *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
-    """Return decoded images as uint8 or uint16 [N, height, width, channels], resized as `decode_image` does."""
+    """Return decoded images as uint8 or uint16 [N, height, width, channels], resized; see `decode_image`."""
     return resized_to(images_NHWC, Target(*sides(size), channels, resize, bits))
 
 
@@ -244,8 +244,8 @@ def _interpolated(images_NHWC: np.ndarray, rows: int, columns: int, height: floa
         writable = images_NHWC.astype(np.float32)
     else:
         writable = images_NHWC if images_NHWC.flags.writeable else images_NHWC.copy()  # torch warns otherwise
-    # NHWC permuted to NCHW is what torch calls channels_last, for which it has vectorised 8-bit kernels. It tells by
-    # the strides, and NumPy gives the axis of a single image any stride.
+    # NHWC permuted to NCHW is what torch calls channels_last, for which it has vectorised 8-bit kernels. It detects
+    # this by the strides, and NumPy gives the axis of a single image any stride.
     single = len(writable) == 1
     images = torch.from_numpy(writable[0]).unsqueeze(0) if single else torch.from_numpy(writable)
     # torch derives the result's size, rounded down, from the scales. The excess keeps a product like 127.99999999 from

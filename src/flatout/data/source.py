@@ -26,13 +26,13 @@ class ImageDataset:
     Attributes:
         kind: the format in words, such as "class folders" or "IDX files".
         path: the file or folder; None for arrays and data sets given in Python.
-        task: what the labels are.
+        task: the task of the labels.
         classes: class names; none in regression.
-        labels: as in `labels.Labels`: int64 [N], indices into `classes`; or uint8 [N, K]; or float32 [N].
+        labels: see `labels.Labels`: int64 [N], indices into `classes`; or uint8 [N, K]; or float32 [N].
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
         files: N encoded images, files or parts of containers, or None.
         images: uint8 or uint16 [N, H, W, C], or None.
-        groups: text [N], the group of each image, such as its patient; None where none are known.
+        groups: text [N], the group of each image, such as its patient; None if unknown.
         notes: sentences for the user about how the data was read.
         unpacked: the archive that the files are unpacked from, if any; they may be removed once they are decoded.
 
@@ -117,15 +117,15 @@ class ImageDataset:
 
     @property
     def group_numbers(self) -> np.ndarray | None:
-        """The groups as a pack has them, int64 [N], counted from 0."""
+        """The groups as indices, int64 [N]."""
         return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
 
     def split_of(self, index: int) -> str:
-        """Return the name of the split that an image is in."""
+        """Return the name of an image's split."""
         return next(name for name, (_, stop) in self.splits.items() if index < stop)
 
     def class_counts(self, split: str) -> dict[str, int]:
-        """Return the number of images of each class in a split, in the order of the classes."""
+        """Return the number of images per class in a split."""
         counts = count_classes(self.labels[slice(*self.splits[split])], len(self.classes))
         return dict(zip(self.classes, counts.tolist(), strict=True))
 
@@ -150,9 +150,9 @@ class DataSource:
     """Data that has been recognised but not read.
 
     Attributes:
-        kind: as `ImageDataset.kind`.
+        kind: see `ImageDataset.kind`.
         path: the file or folder.
-        task: that of the recipe; auto for the one that the labels show.
+        task: that of the recipe; auto to infer it from the labels.
         inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
             empty for separate image files, where `read` is cheap.
         options: the recipe keys that determine the arrays in addition to `inputs`, and their values.
@@ -180,14 +180,14 @@ def assemble(
     task: str = "auto",
     groups: Sequence[str] | None = None,
 ) -> ImageDataset:
-    """Return the source of split -> (images, labels); every format ends here.
+    """Return the data set of split -> (images, labels); every format uses this.
 
     Args:
-        kind, path, notes: as in `ImageDataset`.
+        kind, path, notes: see `ImageDataset`.
         splits: images as an array [N, H, W, C] or a list of files; labels as `read_labels` takes them.
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
-        locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
-        task: that of the recipe; auto for the one that the labels show.
+        locate, subject: the start of a message about one label (split, index), and about all labels.
+        task: that of the recipe; auto to infer it from the labels.
         groups: the group of each image of all splits, if known.
 
     Raises:
@@ -238,4 +238,4 @@ def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:
         raise InputError(
             f"{where}: the images differ in size (height x width x channels: {', '.join(sizes)}); make them equal"
         )
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one split, maybe mapped from a file, is not copied
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one split, possibly memory-mapped, is not copied

@@ -1,4 +1,4 @@
-"""Splits (train, valid, test): the names people give them, stratified shares, and folds."""
+"""Splits (train, valid, test): their common names, stratified splitting, and folds."""
 
 import hashlib
 import re
@@ -23,11 +23,11 @@ T = TypeVar("T")
 _YEAR = re.compile(r"(19|20)\d\d$")
 
 SPLITS = ("train", "valid", "test")
-# Numbers are stratified by so many ranges.
+# Regression labels are stratified by this many quantiles.
 QUANTILES = 10
-# Groups are divided into so many parts, of which a split takes some.
+# Groups are divided into this many parts; a split takes some of them.
 GROUP_PARTS = 20
-# Identical images are looked for in up to this many bytes: a second or two of work.
+# Identical images are searched for in up to this many bytes: a second or two of work.
 MAX_COMPARED_BYTES = 1 << 32
 WORDS = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
@@ -42,7 +42,7 @@ def words_of(name: str) -> list[str]:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a whole name means (`Training_Set` is `train`, `val2017` is `valid`), or None."""
+    """Return the split that a name means as a whole (`Training_Set` is `train`, `val2017` is `valid`), or None."""
     words = [_YEAR.sub("", word).removesuffix("set") for word in words_of(name)]
     words = [word for word in words if word not in ("", "data", "images", "split")]
     return WORDS.get(words[0]) if len(words) == 1 else None
@@ -68,8 +68,8 @@ def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
 def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
     """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images.
 
-    Where `data.fold` names a fold, it is the validation split, and the other folds are the training images. Identical
-    images stay in one split, unless the data itself divides them.
+    With `data.fold`, that fold is the validation split, and the other folds are the training images. Identical images
+    stay in one split, unless the data itself divides them.
     """
     rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
     if data.fold:
@@ -81,7 +81,7 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
         left = every = rows["train"]
         copies = _identical(pack, every) if any(fractions.values()) else every
         for name, fraction in fractions.items():
-            # The fractions are of all training images, though the second split is taken from what the first left.
+            # Both fractions are of all training images, although the second split is taken from the rest.
             groups = None if pack.groups is None else pack.groups[left]
             share = fraction * len(every) / len(left)
             kept, taken = split_by_labels(
@@ -95,9 +95,9 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
 
 
 def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that are divided into folds, those of the training and validation images, and their folds.
+    """Return the rows that are divided into folds (training and validation images) and the fold of each.
 
-    Both are int64 [N]; folds count from 1. A test split is in none.
+    Both are int64 [N]; folds are numbered from 1. A test split is not divided.
 
     Raises:
         InputError: there are fewer images or groups than folds.
@@ -109,7 +109,7 @@ def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _identical(pack: "Pack", rows: np.ndarray) -> np.ndarray:
-    """Number the different images in the order of their first appearance, int64 [N]; of a large pack, all images."""
+    """Number the distinct images by first appearance, int64 [N]; in a large pack, all images count as distinct."""
     row_bytes = pack.images[:1].nbytes
     if len(rows) * row_bytes > MAX_COMPARED_BYTES:
         return np.arange(len(rows))
@@ -136,8 +136,8 @@ def split_by_labels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of samples kept and of samples taken, stratified by labels of any task.
 
-    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken. With groups,
-    int64 [N], whole groups are taken, about the fraction of the samples; see `divide`, also for `copies`.
+    The same share of each of `QUANTILES` is taken in regression. With groups, int64 [N], whole groups are taken, about
+    the fraction of the samples. For `copies` see `divide`.
     """
     if groups is not None:
         units = _joined(groups, copies)
@@ -162,7 +162,7 @@ def _first_of(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
-    """Return the groups, int64 [N], with those joined that have copies of one image."""
+    """Merge groups, int64 [N], that contain copies of the same image."""
     if copies is None or len(np.unique(copies)) == len(copies):
         return groups
     from scipy.sparse import coo_array
@@ -175,7 +175,7 @@ def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
 
 
 def _strata(labels: np.ndarray) -> np.ndarray:
-    """Return stratification keys, int64 [N]: classes, or the quantile of a number."""
+    """Return stratification keys, int64 [N]: classes, or quantiles of regression labels."""
     if labels.dtype.kind != "f":
         return labels
     ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
@@ -185,10 +185,10 @@ def _strata(labels: np.ndarray) -> np.ndarray:
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices (int64, ascending) of samples kept and of samples taken, the same share of each class.
 
-    round(fraction * N) samples are taken. Each class gives its share rounded down; the classes with the largest
-    remainders give one more, ties decided by the seed. One sample of each class is always kept, so fewer may be taken
-    where classes are tiny. The choice depends on the arguments alone, on every machine and NumPy version; `stream`,
-    the split that the samples are taken for, makes choices independent.
+    round(fraction * N) samples are taken. Each class contributes its share rounded down; the classes with the largest
+    remainders contribute one more, with ties decided by the seed. One sample of each class is always kept, so fewer may
+    be taken where classes are tiny. The result depends on the arguments alone, on every machine and NumPy version;
+    `stream`, the split that the samples are taken for, makes the choices of several splits independent.
     """
     assert 0 <= fraction < 1
     counts_K = np.bincount(labels_N)
@@ -211,7 +211,7 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
 
 
 def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices (int64, ascending) of samples kept and of about the fraction taken, by several labels each.
+    """Return the indices (int64, ascending) of multi-label samples kept, and of about `fraction` taken.
 
     Iterative stratification (Sechidis et al., ECML PKDD 2011) for two parts: the class with the fewest samples left is
     divided first, and each of its samples goes to the part that lacks most of the class, then most samples. The seed
@@ -220,7 +220,7 @@ def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream
     order = np.argsort(raw(seed, Stream.SPLIT, SPLITS.index(stream), len(labels_NK)), kind="stable")
     is_present = labels_NK[order].astype(bool)
     shares = np.array([1 - fraction, fraction])
-    # What each of both parts lacks, of every class and of samples.
+    # The samples that each part still needs, per class and in total.
     lacking_2K, lacking_2 = shares[:, None] * is_present.sum(axis=0), shares * len(labels_NK)
     is_left, is_taken = np.ones(len(order), bool), np.zeros(len(order), bool)
     left_K, kept_K = is_present.sum(axis=0), np.zeros(labels_NK.shape[1], np.int64)
@@ -249,13 +249,13 @@ def divide(
 ) -> np.ndarray:
     """Return the fold of each sample, int64 [N] from 1 to `count`, for cross-validation.
 
-    The choice depends on the arguments alone. With one class each, folds differ by at most one sample, in all and of
-    every class; numbers are divided by `QUANTILES`. Several labels, and groups, are divided greedily: the group that
-    makes up most of its classes comes first, and goes to the fold that has least of these.
+    The result depends on the arguments alone. With one class per sample, folds differ by at most one sample, in total
+    and per class; regression labels are divided by `QUANTILES`. Several labels, and groups, are divided greedily: the
+    group with the largest share of its classes is first, and is assigned to the fold that has least of these.
 
     Args:
-        labels: of any task, as in `labels.Labels`.
-        seed: decides between equals.
+        labels: of any task, see `labels.Labels`.
+        seed: breaks ties.
         groups: int64 [N]; samples of a group share a fold.
         copies: int64 [N], equal for identical images, which share a fold.
 
@@ -285,7 +285,7 @@ def divide(
         counts_UK = np.zeros((total, int(strata.max()) + 1))
         np.add.at(counts_UK, (units, strata), 1)
     counts_UK = np.column_stack([counts_UK, np.bincount(units)])  # the last column counts samples
-    # The sum over folds of squared shares of each class grows least where a fold has least of the group's classes.
+    # Choose the fold where the sum of squared class shares grows least, which has least of the group's classes.
     shares_UK = counts_UK / np.maximum(counts_UK.sum(axis=0), 1)
     has_FK = np.zeros((count, shares_UK.shape[1]))
     for unit in order[np.argsort(-np.square(shares_UK[order]).sum(axis=1), kind="stable")].tolist():

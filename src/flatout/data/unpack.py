@@ -1,4 +1,4 @@
-"""ZIP and tar archives: unpacked once into the cache, within limits that hostile ones would exceed.
+"""ZIP and tar archives: unpacked once into the cache, with limits against hostile ones.
 
 Only regular files and folders are written, below the folder of the archive; links, devices, repeated names and
 decompression bombs are refused.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 SUFFIXES = (".zip", *TAR_SUFFIXES)
 
-# What is larger than its compressed form by more than this is taken for a decompression bomb.
+# A larger expansion factor is treated as a decompression bomb.
 _MAX_EXPANSION = 200
 _EXPANSION_SLACK_BYTES = 1 << 26
 _MAX_MEMBERS = 10_000_000
@@ -43,7 +43,7 @@ _READ_BYTES = 1 << 20
 _BLOCK = 512
 _COMPRESSIONS = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _ENCRYPTED = 0x1
-# What libraries raise on damaged files.
+# Exceptions of the libraries on damaged files.
 _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError, struct.error),
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
@@ -51,7 +51,7 @@ _DAMAGE = (
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a path is a ZIP or tar archive, by its name."""
+    """Whether a path has the name of a ZIP or tar archive."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 
@@ -73,7 +73,7 @@ class UnpackedArchive:
             descriptors.append(lock(self._entry / UNPACKED, wait=False))
             if None not in descriptors:
                 shutil.rmtree(self._entry)
-        except OSError:  # another process has removed it, or the cache will
+        except OSError:  # another process has removed it, or the cache will do so
             pass
         finally:
             for descriptor in filter(None, descriptors):
@@ -81,11 +81,11 @@ class UnpackedArchive:
 
 
 def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
-    """Unpack an archive into the cache, unless that has been done and the archive has not changed since.
+    """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists.
 
     Raises:
-        InputError: the archive is damaged, empty, or holds what is refused; the cache cannot be written.
-        DiskFull: there is no room for the content.
+        InputError: the archive is damaged, empty, or has refused members; the cache cannot be written.
+        DiskFull: the disk is too full for the content.
     """
     report = report or Console()
     status = path.stat()
@@ -93,7 +93,7 @@ def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
     with making(entry, "unpacking this archive", report):
         if entry.exists():
-            entry.touch()  # it is used now
+            entry.touch()  # update the time of the last use
         else:
             _publish(path, entry, report)
         unpacked = UnpackedArchive(entry, entry / path.name)
@@ -103,7 +103,7 @@ def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
 
 
 def _publish(path: Path, entry: Path, report: "Progress") -> None:
-    """Write the content beside its place, then rename the folder."""
+    """Write the content to a temporary folder, then rename it."""
     unfinished = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -160,7 +160,6 @@ def _write_members(path: Path, folder: Path, report: "Progress") -> None:
 
 
 def _parts(where: str, name: str) -> list[str]:
-    """Return the folders and the file that a member names."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name or (parts and re.fullmatch("[A-Za-z]:", parts[0])):
         raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
@@ -173,7 +172,6 @@ def _zip_size(path: Path) -> int:
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Yield the name of each member, and its content, or None for a folder."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             name = info.filename.replace("\\", "/")
@@ -190,7 +188,6 @@ def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
-    """Yield the name of each member, and its content, or None for a folder."""
     with open_decompressed(path) as stream:
         for archive, member in tar_members(stream, path):
             yield member.name, archive.extractfile(member)
@@ -199,8 +196,8 @@ def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
 def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the files and folders of a tar archive, or of several that were concatenated, and their archive.
 
-    `tarfile` takes a damaged header, and the end of a file that was cut off between two members, for the end of the
-    archive. An end has a block of zeros.
+    `tarfile` mistakes a damaged header, or a truncation between two members, for the end of the archive. A real end has
+    a block of zeros.
 
     Raises:
         InputError: the archive is damaged, cut off, or holds links, devices or sparse files.
@@ -231,9 +228,9 @@ def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, 
 
 
 class LimitedStream(io.RawIOBase):
-    """The decompressed bytes of a file, refused if they are many more than those of the file.
+    """The decompressed bytes of a file; decompression bombs are refused.
 
-    `last` is what was read last. Larger pieces than a mebibyte, such as a damaged header may ask for, are refused.
+    `last` is the last piece read. Reads of more than a mebibyte, which a damaged header may cause, are refused.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
@@ -261,7 +258,7 @@ class LimitedStream(io.RawIOBase):
 
 
 def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
-    """Refuse what expands from `compressed` bytes to far more; called with what is known, or read so far.
+    """Refuse a decompression bomb, given the sizes known or read so far.
 
     Raises:
         InputError: it looks like a decompression bomb.
@@ -293,7 +290,7 @@ def _opener(path: Path) -> Any:
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turn whatever libraries raise for a file that is damaged or cannot be read into InputError."""
+    """Turn library errors about damaged or unreadable files into InputError."""
     try:
         yield
     except (InputError, DiskFull):

@@ -1,1 +1,1 @@
-"""Processes and hosts: starting them, watching them, adding up between them."""
+"""Processes and hosts: launching, monitoring, and collective operations."""

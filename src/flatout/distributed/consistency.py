@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.distributed.world import World
 
-# Bytes of images compared: all of them, or if there are more, images spread evenly over the pack.
+# Bytes of images to compare; if there are more, evenly spaced images.
 COMPARED_BYTES, BYTES_AT_ONCE = 2**28, 2**24
 
 
@@ -62,7 +62,7 @@ def _checksum(pack: "Pack") -> int:
     rows = np.linspace(0, len(pack.images) - 1, min(len(pack.images), max(1, COMPARED_BYTES // image_bytes)))
     samples = Split(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
     for positions in np.array_split(np.arange(len(rows)), -(-len(rows) * image_bytes // BYTES_AT_ONCE)):
-        # Read, not mapped: mapped pages count as memory of the process.
+        # Read rather than mapped: mapped pages count as memory of the process.
         images = samples.images_at(positions)
         checksum = zlib.crc32(images.data, checksum)
     return checksum

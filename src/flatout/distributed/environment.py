@@ -1,4 +1,4 @@
-"""The ranks and hosts of a run, as environment variables (torchrun, Slurm, Kubernetes, Ray) and flags describe them."""
+"""The ranks and hosts of a run, defined by environment variables (torchrun, Slurm, Kubernetes, Ray) and flags."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from flatout.utils.errors import InputError
 
 # Set by flatout's launcher: the device of a rank, and the file in which the ranks of one host meet.
 DEVICE, STORE = "FLATOUT_DEVICE", "FLATOUT_STORE"
-# Seconds without progress after which a rank is taken to hang.
+# Seconds without progress after which a rank is considered hung.
 HANG_TIMEOUT = 300.0
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
@@ -27,12 +27,12 @@ class Launched:
 
     @property
     def where(self) -> str:
-        """The place of the store, for messages."""
+        """The address of the store, for messages."""
         return os.environ.get(STORE) or f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
 
 
 def launched() -> Launched | None:
-    """Return the rank of this process from the launcher's variables; None where it was not launched as a rank.
+    """Return the rank of this process from the launcher's variables; None if it was not launched as a rank.
 
     Raises:
         InputError: a variable is missing or is not a number.
@@ -56,7 +56,7 @@ def launched() -> Launched | None:
     return Launched(
         rank=rank,
         size=size,
-        # Without both, as in a Kubernetes job with one pod per rank, every rank is on a host of its own.
+        # Without both, as in a Kubernetes job with one pod per rank, every rank is on a separate host.
         local_rank=local_rank or 0,
         local_size=local_size or 1,
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -65,12 +65,12 @@ def launched() -> Launched | None:
 
 
 def restart_count() -> int:
-    """Return how often the launcher has restarted the ranks; a restarted rank resumes from the newest checkpoint."""
+    """Return the launcher's restart count; a restarted rank resumes from the newest checkpoint."""
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def wanted_threads() -> int | None:
-    """Return OMP_NUM_THREADS; None where it is not set, or where torchrun has set it to 1 as it does by default."""
+    """Return OMP_NUM_THREADS; None if it is not set, or if torchrun has set it to 1, its default."""
     threads = _number("OMP_NUM_THREADS") if os.environ.get("OMP_NUM_THREADS", "").isdigit() else None
     # The ranks of flatout's launcher have torchrun's variables too; torchrun sets this one for several processes only.
     is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and DEVICE not in os.environ
@@ -128,12 +128,12 @@ class Hosts:
 
     @property
     def least(self) -> int:
-        """The smallest number of hosts that the run continues with."""
+        """The minimum number of hosts."""
         return int(self.nodes.split(":")[0])
 
     @property
     def most(self) -> int:
-        """The largest number of hosts."""
+        """The maximum number of hosts."""
         return int(self.nodes.split(":")[-1])
 
     @property

@@ -1,7 +1,7 @@
-"""Start a process for each device of this host, restart them if one is lost, and return what the first rank returns.
+"""Start a process for each device of this host, restart them if one is lost, and return the first rank's result.
 
-torch's elastic agent starts, watches and ends the ranks. It runs in a thread, so that this one can show what rank 0
-shows and pass on the user's signals. An agent is used for one attempt: whether another one follows is decided here.
+torch's elastic agent starts, watches and ends the ranks. It runs in a thread, so that this one can show rank 0's output
+and forward the user's signals. An agent is used for one attempt: this module decides whether another follows.
 """
 
 import base64
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 _LOOK_SECONDS = 0.1
-# torch's agent kills ranks that have not ended this long after another one has failed.
+# Time after which torch's agent kills ranks that are still running after another has failed.
 _KILL_SECONDS = 30.0
-# The launcher of another host may take this long to tell why its ranks are gone.
+# Time for another host's launcher to report why its ranks have ended.
 _REASON_SECONDS = 3.0
-# Hosts may end this long after each other.
+# Maximum time between the ends of hosts.
 _EXIT_SECONDS = 60.0
-# Room for the stack of a rank that hung or crashed.
+# Bytes for the stack trace of a rank that hung or crashed.
 _TAIL_LINES = 30
 _HUNG = re.compile(r"^Timeout \((\d+:\d\d:\d\d)", re.MULTILINE)
 
@@ -81,7 +81,7 @@ def launch(
             stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
             return _Launch(stack, folder, names, variables, console, hosts or Hosts(), restarts, signals).run()
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
-        # Its traceback, which a notebook keeps, would keep the store and its port.
+        # Its traceback, which a notebook keeps, would keep the store and its port alive.
         error.__context__ = None
         raise error.with_traceback(None)  # noqa: B904
 
@@ -123,9 +123,9 @@ class _EndedRank:
     Attributes:
         name: the rank, for messages.
         exit_code: negative for a signal.
-        kind: that of its outcome (see `rank.main`); empty if it wrote none.
-        value: what its function returned or raised.
-        time: when it wrote its outcome.
+        kind: the kind of its outcome (see `rank.main`); empty if it wrote none.
+        value: the result or exception of its function.
+        time: the time of its outcome.
     """
 
     rank: int
@@ -167,7 +167,7 @@ class _Launch:
 
         from flatout.distributed.rendezvous import RankFiles, Rendezvous, SeveralHosts
 
-        # torch logs what it starts and ends; flatout's messages say the same in one line.
+        # torch logs starts and ends of processes, which flatout's messages report in one line.
         torch_log = logging.getLogger("torch.distributed.elastic")
         torch_log.propagate = False
         torch_log.addHandler(logging.NullHandler())
@@ -175,7 +175,7 @@ class _Launch:
         self._restarts, self._signals = restarts, signals
         self._rendezvous: Rendezvous = Rendezvous() if hosts.most == 1 else SeveralHosts(hosts)
         stack.callback(self._rendezvous.leave)
-        # flatout is found as it was here, whatever changed sys.path.
+        # Children must find flatout even if sys.path was changed.
         search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
         command = (
             f"import sys; sys.path[:] = {search_path!r}; from flatout.distributed import rank; sys.exit(rank.main())"
@@ -197,7 +197,7 @@ class _Launch:
         self._is_forwarded = False
 
     def run(self) -> Any:
-        """Run the ranks, again if need be; return the first one's value, or raise why there is none."""
+        """Run the ranks, with restarts; return the first one's result or raise its error."""
         self._signals.raise_now = False
         restart = 0
         while True:
@@ -216,7 +216,7 @@ class _Launch:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
         agent = LocalElasticAgent(self._spec, self._files, exit_barrier_timeout=_EXIT_SECONDS)
-        # In the main thread torch would replace the signal handlers, for good.
+        # In the main thread, torch would replace the signal handlers permanently.
         with ThreadPoolExecutor(1) as thread:
             running = thread.submit(agent.run)
             while not running.done():
@@ -225,9 +225,9 @@ class _Launch:
                 self._handle_signals(agent)
         self._show()
         for pid in _pids(agent):
-            # A group may outlive the process that led it.
+            # A group may outlive its leader.
             end_group(pid)
-        # Not raised here, as its traceback and this frame would keep each other, and the store.
+        # Not raised here: a reference cycle of traceback and frame would keep the store alive.
         if error := running.exception():
             return _End(error=self._of_rendezvous(error))
         result: Any = running.result()
@@ -236,7 +236,6 @@ class _Launch:
         return self._judge(self._ended_ranks(agent, result))
 
     def _of_rendezvous(self, error: BaseException) -> BaseException:
-        """Return the message for an error of the agent: the hosts have not met."""
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
@@ -256,7 +255,6 @@ class _Launch:
         return error
 
     def _show(self) -> None:
-        """Show what rank 0 has written to its display."""
         while line := self._display.readline():
             self._line += line
             if self._line.endswith("\n"):
@@ -264,7 +262,7 @@ class _Launch:
                 self._line = ""
 
     def _handle_signals(self, agent: Any) -> None:
-        """Pass the user's signal on once all ranks are ready for it; they stop at a step that they agree on."""
+        """Forward the user's signal once all ranks are ready; they stop after the same step."""
         if not self._signals.number:
             return
         if self._signals.at_once:
@@ -312,7 +310,7 @@ class _Launch:
         if signals.at_once:
             return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")
         if refused := [rank for rank in ranks if rank.kind == "error"]:
-            # As a rule all have raised the same; the lowest rank speaks for the run.
+            # Usually all have raised the same error; report that of the lowest rank.
             return _End(error=refused[0].value, reason=refused[0].message)
         if cause := self._cause(ranks):
             return self._explain(cause, ranks)
@@ -331,20 +329,20 @@ class _Launch:
         return _End(error=error, reason=told or reason, may_restart=not told)
 
     def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
-        """Return the rank that ended by itself, neither after another one nor by a signal of the user or the agent."""
+        """Return the rank that ended first: not because of another rank, nor by a signal of the user or the agent."""
         if crashed := [rank for rank in ranks if rank.kind in ("crash", "memory")]:
             return min(crashed, key=lambda rank: rank.time)
         silenced = [rank for rank in ranks if not rank.kind and rank.exit_code not in (0, -signal.SIGTERM)]
         if died := [rank for rank in silenced if rank.exit_code != -signal.SIGKILL]:
             return died[0]
-        # The agent kills ranks too, but not before others have waited for it.
+        # The agent kills ranks, too, but only after others have waited for it.
         is_by_agent = any(rank.kind and time.time() - rank.time > _KILL_SECONDS for rank in ranks)
         is_for_silence = any(rank.kind == "silent" for rank in ranks)
         is_cause = silenced and not self._signals.number and (is_for_silence or not is_by_agent)
         return silenced[0] if is_cause else None
 
     def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> _End:
-        """Say what happened to a rank and where in training, what may help, and how its log ends."""
+        """Describe what happened to a rank, its position in training, a possible fix, and the end of its log."""
         output, advice = self._folder / f"output-{cause.local_rank}", ""
         position = read_position(self._folder, cause.local_rank)
         text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""

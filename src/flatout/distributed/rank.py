@@ -1,9 +1,9 @@
-"""One rank of a run: its process, which the launcher starts, and its watch.
+"""One rank of a run: its process, started by the launcher, and its watchdog.
 
 The launcher's private folder holds the payload. Each rank adds its output (`output-N`, later a link to its log), its
 position in training (`position-N`), `ready-N-PID` once it handles signals, its outcome (`outcome-N`, in the format of
-torch's error files), and rank 0 what it shows (`display`). N is the local rank. All pickles in the folder come from
-processes of this run.
+torch's error files), and rank 0 its display events (`display`). N is the local rank. All pickles in the folder come
+from processes of this run.
 """
 
 import base64
@@ -30,7 +30,7 @@ from flatout.utils.errors import FAILED, InputError, RankLost, Stopped, Training
 from flatout.utils.files import write_atomically
 
 _LOOK_SECONDS = 0.5
-# An interpreter may take this long to end; a library's threads may hang then.
+# Time limit of the interpreter's exit, when a library's threads may hang.
 _EXIT_SECONDS = 10.0
 _POSITION = struct.Struct("qq")
 
@@ -40,14 +40,14 @@ class PeerSilent(RankLost):
 
 
 class Watch:
-    """The thread that ends this rank when the process that started it is gone, or when it makes no progress.
+    """The watchdog thread: ends this rank when its parent process has ended, or when it makes no progress.
 
-    The time without progress is that of `faulthandler`, which also interrupts C code and writes the stack to stderr. It
-    counts from the first step of training on, and not while the rank waits for others.
+    The timeout is that of `faulthandler`, which also interrupts C code and writes the stack to stderr. It applies from
+    the first training step on, except while the rank waits for others.
 
     Attributes:
         limit: seconds without progress after which the process ends with code 1; None for no limit.
-        has_left: whether the rank has left the others in good order.
+        has_left: whether the rank has left the others properly.
     """
 
     def __init__(self, folder: Path | None = None, local_rank: int = 0) -> None:
@@ -64,24 +64,24 @@ class Watch:
                 self._position = mmap.mmap(file.fileno(), 0)
 
     def start(self, parent: int | None = None) -> None:
-        """Start the thread, unless it runs; `parent` is the process that must live."""
+        """Start the thread unless it is running; `parent` is the process that must be alive."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(parent or os.getppid(),), name="watch", daemon=True)
             self._thread.start()
 
     def report_step(self, epoch: int, step: int) -> None:
-        """Note the position: epochs done, and steps done in the next one."""
+        """Report the position: finished epochs, and finished steps of the next."""
         _POSITION.pack_into(self._position, 0, epoch, step)
         self.keep_alive()
 
     def keep_alive(self) -> None:
-        """Note progress at the same position, such as a batch of an evaluation."""
+        """Report progress at the same position, such as a batch of an evaluation."""
         self._has_begun = True
         self._progress += 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Mark a block whose time does not count: this rank waits for others, or they wait for its long work."""
+        """Suspend the timeout in a block: this rank waits for others, or they wait for its long work."""
         self._pauses += 1
         try:
             yield
@@ -101,7 +101,7 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
         own, others = os.getpid(), set[int]()
         if self._folder:
-            # Stopped ranks cannot end themselves.
+            # Stopped processes (SIGSTOP) cannot end themselves.
             others = {*ready_ranks(self._folder).values()} - {own}
             shutil.rmtree(self._folder, ignore_errors=True)
         for pid in (*others, own):
@@ -110,7 +110,7 @@ class Watch:
 
 
 def ready_ranks(folder: Path) -> dict[int, int]:
-    """Return the processes, by local rank, that handle signals and have not ended by themselves."""
+    """Return the running processes, by local rank, that handle signals."""
     numbers = [path.name.split("-")[1:] for path in folder.glob("ready-*")]
     return {int(local_rank): int(pid) for local_rank, pid in numbers}
 
@@ -155,7 +155,7 @@ class _RankConsole(Console):
         super().open_log(path)
         sys.stdout.flush()
         with path.open("ab") as log:
-            if not self._output.is_symlink():  # to an earlier log, as that of an earlier fold
+            if not self._output.is_symlink():  # to an earlier log, such as that of a previous fold
                 log.write(self._output.read_bytes())
             log.flush()
             os.dup2(log.fileno(), 1)
@@ -167,7 +167,7 @@ class _RankConsole(Console):
 def main() -> int:
     """Run the function of the payload as one rank, and return the exit code.
 
-    It is 0 where the agent need not end the other ranks: the function has returned, or this rank has left them.
+    It is 0 if the agent need not end the other ranks: the function has returned, or this rank has left them.
     """
     global _watch
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -175,7 +175,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream.fileno())
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    # Of the thread that crashed alone: the stacks of all would hide the last lines of the log.
+    # Only of the crashed thread: the stacks of all would hide the last lines of the log.
     faulthandler.enable(all_threads=False)
     payload: dict[str, Any] = pickle.loads((folder / "payload").read_bytes())
     _watch = Watch(folder, local_rank)
@@ -188,7 +188,7 @@ def main() -> int:
     console.close()
     _report(folder / f"outcome-{local_rank}", kind, message, value)
     ready.unlink(missing_ok=True)
-    # On several hosts a stop may also be that of a restart, which only the launcher can tell.
+    # On several hosts, a stop may also be part of a restart, which only the launcher can distinguish.
     has_left = _watch.has_left and not (kind == "stopped" and os.environ["GROUP_WORLD_SIZE"] != "1")
     code = 0 if kind == "done" or has_left else exit_code(value) if value else FAILED
     timer = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
@@ -211,14 +211,14 @@ def _run(call: bytes, console: Console, ready: Path) -> tuple[str, str, Any]:
 
     try:
         try:
-            # Until training handles them itself. Children of a shell's background job would ignore SIGINT.
+            # Until training installs its own handlers. Children of a shell's background job would ignore SIGINT.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, stop)
             ready.touch()
             function, arguments = pickle.loads(call)
             return "done", "", function(console, *arguments)
         finally:
-            # The outcome is written next, which takes no time.
+            # The outcome is written next, which is fast.
             is_running = False
     except BaseException as error:
         # torch's imports, for one, turn an exception that a signal raises into another one.
@@ -235,7 +235,7 @@ def _run(call: bytes, console: Console, ready: Path) -> tuple[str, str, Any]:
 
 
 def _report(outcome: Path, kind: str, message: str, value: Any) -> None:
-    """Write an outcome: torch's keys of an error file, and ours."""
+    """Write an outcome with the keys of torch's error files, and ours."""
     import cloudpickle
 
     pickled, now = base64.b64encode(cloudpickle.dumps(value)).decode(), time.time()

@@ -1,4 +1,4 @@
-"""The handlers through which torch's elastic agent finds the hosts of a run, and the files of its ranks."""
+"""Rendezvous handlers of torch's elastic agent, and the files of its ranks."""
 
 import contextlib
 import datetime
@@ -25,18 +25,18 @@ from flatout.utils.errors import InputError
 
 # Elastic hosts wait this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
 _LAST_CALL_SECONDS, _LOST_SECONDS = 2, 5
-# The host with the store waits this long for the others to read why the run ended.
+# Time for other hosts to read from the store why the run ended.
 _FAREWELL_SECONDS = 5.0
 _RETRY_SECONDS = 0.25
-# Keeps torch from opening one more store, which would listen on all interfaces.
+# Keeps torch from opening another store, which would listen on all interfaces.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Rendezvous(RendezvousHandler):
-    """The rendezvous of the ranks of the only host: in a file in their launcher's private folder, new in each attempt.
+    """The rendezvous on a single host: a file in the launcher's private folder, new in each attempt.
 
     Attributes:
-        attempt: how often the ranks have been started before, the same number on all hosts.
+        attempt: the number of earlier starts of the ranks, equal on all hosts.
         is_waiting: whether this host waits for others.
     """
 
@@ -70,15 +70,15 @@ class Rendezvous(RendezvousHandler):
         """End the run on all hosts; the first reason counts."""
 
     def reason(self, seconds: float = 0.0) -> str:
-        """Return why a host has ended the run; wait for that a little. Empty if none has."""
+        """Return the reason why a host has ended the run, after a short wait; empty if none has."""
         return ""
 
     def missing(self) -> str:
-        """Return which hosts have not come, for messages."""
+        """Return the missing hosts, for messages."""
         return ""
 
     def leave(self) -> None:
-        """Leave the run for good."""
+        """Leave the run permanently."""
 
 
 class SeveralHosts(Rendezvous):
@@ -107,7 +107,7 @@ class SeveralHosts(Rendezvous):
 
     def _torch_handler(self) -> DynamicRendezvousHandler:
         hosts = self._hosts
-        # The ranks of the first host come first, also after a restart: it has the run folder.
+        # The first host's ranks are first, also after a restart: it has the run folder.
         position = hosts.node_rank if hosts.node_rank is not None else 0 if self._is_server else hosts.most
         timeout = RendezvousTimeout(
             join=datetime.timedelta(seconds=hosts.timeout), last_call=datetime.timedelta(seconds=_LAST_CALL_SECONDS)
@@ -144,9 +144,9 @@ class SeveralHosts(Rendezvous):
         return 0 if self._is_ending else self._handler.num_nodes_waiting()
 
     def end_run(self, reason: str) -> None:
-        # A wait for hosts, here or elsewhere, ends.
+        # Ends waiting for hosts, here and elsewhere.
         self._is_ending = True
-        with contextlib.suppress(RuntimeError, RendezvousError):  # the store is gone, and with it the run
+        with contextlib.suppress(RuntimeError, RendezvousError):  # the store, and so the run, has ended
             self._store.compare_set("end", "", f"{self._hosts.name}: {reason}")
             # Another handler closes the rendezvous, as the agent's thread may be using its own.
             self._torch_handler().shutdown()
@@ -169,7 +169,7 @@ class SeveralHosts(Rendezvous):
         return f"node {', '.join(nodes)} did not come"
 
     def leave(self) -> None:
-        # The host with the store waits a little for the others.
+        # The host with the store waits briefly for the others.
         os.environ.pop(_NO_SHARED_STORE, None)
         with contextlib.suppress(RuntimeError):
             self._handler.shutdown()
@@ -180,7 +180,7 @@ class SeveralHosts(Rendezvous):
 
 
 def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
-    """Return the store, and whether this host keeps it."""
+    """Return the store, and whether this host serves it."""
     address, port = hosts.address
     where = f"--rendezvous {hosts.rendezvous}"
     if not hosts.node_rank:
@@ -227,12 +227,12 @@ class RankFiles(LogsSpecs):
         folder, attempt = self._folder, self._rendezvous.attempt
         for path in (p for kind in ("outcome", "output", "position", "ready") for p in folder.glob(f"{kind}-*")):
             path.unlink()
-        # torch counts the restarts of one agent; a host that joins later must resume as well.
+        # torch only counts the restarts of one agent; a host that joins later must resume as well.
         own = {**self._variables, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if not self._rendezvous.are_several:
             own[STORE] = str(folder / f"store-{attempt}")
         outcomes = {i: str(folder / f"outcome-{i}") for i in envs}
         for i, variables in envs.items():
             variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": outcomes[i]}
-        # Ranks write their output to files themselves: torch leaves those that it opens unclosed.
+        # Ranks write their output to files themselves, because torch does not close its log files.
         return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=outcomes)

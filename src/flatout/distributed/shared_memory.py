@@ -1,10 +1,10 @@
-"""Add up tensors of the CPU ranks of one host through memory that they share; buckets, which are added up meanwhile.
+"""All-reduce between the CPU ranks of one host through shared memory; and buckets, which are summed asynchronously.
 
-Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up
-in the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
-use before all others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it
-after the memory written before it, and a rank that dies closes its end, which the others notice at once. The memory has
-no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
+Every rank writes its numbers into its own row, signals that, waits for the others' signals, and adds up the rows in
+rank order, so that results are bitwise equal. Rows are double-buffered: a rank cannot reach the third use before all
+others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it after the
+memory written before it, and a rank that dies closes its end, which the others notice at once. The memory has no name,
+and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from flatout.utils.host import usable_cores
 if TYPE_CHECKING:
     from flatout.distributed.world import World
 
-# Bytes of a row for small sums (batch statistics, counts); larger tensors go in pieces.
+# Bytes of a row for small sums (batch statistics, counts); larger tensors are sent in pieces.
 ROW_BYTES = 1 << 20
-# Look for the others' bytes for so long before sleeping until one comes: waking up takes 20 to 50 µs.
+# Spin this long before sleeping until a byte arrives: waking up takes 20 to 50 µs.
 SPIN_SECONDS = 0.002
 ALIGNMENT = 64
-# The ranks connect at the same moment; one that does not within this time is lost.
+# Ranks connect simultaneously; one that does not within this time is lost.
 CONNECT_SECONDS = 60.0
 
 _SUM, _READY, _DONE = 0, 1, 2
@@ -41,7 +41,7 @@ _BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
 
 
 class SharedMemory:
-    """The CPU ranks of one host, all of the world."""
+    """The shared memory of all ranks, which are on one host's CPU."""
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
@@ -53,7 +53,7 @@ class SharedMemory:
         self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks, in the order of the ranks."""
+        """Return the sum of a tensor over the ranks, in rank order."""
         flat = tensor.detach().reshape(-1)
         pieces = flat.split(ROW_BYTES // flat.element_size())
         return torch.cat([self._sum_row(piece) for piece in pieces]).view(tensor.shape)
@@ -78,7 +78,7 @@ class SharedMemory:
         return buckets
 
     def signal(self, event: int) -> int:
-        """Tell the other ranks that this one has reached an event; return how often it has."""
+        """Signal to the other ranks that this one has reached an event; return its count."""
         self._sent[event] += 1
         for peer, connection in self._peers.items():
             try:
@@ -88,7 +88,7 @@ class SharedMemory:
         return self._sent[event]
 
     def wait(self, event: int, times: int) -> None:
-        """Wait until every other rank has reached an event so many times."""
+        """Wait until every other rank has reached an event `times` times."""
         for peer, received in self._received.items():
             if received[event] < times:
                 self._wait_for_peer(peer, event, times)
@@ -116,8 +116,8 @@ class SharedMemory:
                 received[byte] += 1
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 zeros [nbytes] that all ranks see."""
-        # The file comes by the same way as the others' bytes: nobody may still wait for one of those.
+        """Return uint8 zeros [nbytes] shared by all ranks."""
+        # The descriptor is sent over the signal sockets, so no rank may still be waiting for a signal.
         self._barrier()
         if self.rank == 0:
             file = _anonymous_file(nbytes)
@@ -137,7 +137,7 @@ class SharedMemory:
 
 
 class Bucket:
-    """A flat tensor whose sum over the ranks torch.distributed computes while the caller does something else.
+    """A flat tensor that torch.distributed sums over the ranks asynchronously.
 
     Attributes:
         input: this rank's numbers, [n], which the caller writes.
@@ -152,7 +152,7 @@ class Bucket:
         self._work = dist.all_reduce(self.input, async_op=True)
 
     def add(self) -> None:
-        """Do this rank's part of the sum, once the inputs of all are complete."""
+        """Compute this rank's part of the sum, once all inputs are complete."""
 
     def finish(self) -> torch.Tensor:
         """Wait for the sum, [n]; it is valid until the next `start` but one."""
@@ -162,7 +162,7 @@ class Bucket:
 
 
 class SharedBucket(Bucket):
-    """A bucket in shared memory. Every rank adds up its part of the elements, for all."""
+    """A bucket in shared memory. Every rank sums its part of the elements for all."""
 
     def __init__(self, memory: SharedMemory, rows: torch.Tensor) -> None:
         self._memory, self._rows, self._turn = memory, rows, 0
@@ -193,11 +193,6 @@ def _lost(peer: int) -> RankLost:
 
 
 def _connect(world: "World") -> dict[int, socket.socket]:
-    """Return a connection to every other rank.
-
-    Raises:
-        RankLost: one did not connect.
-    """
     peers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack, _listener() as (listener, address):
         addresses = world.all_gather_object(address)
@@ -213,7 +208,7 @@ def _connect(world: "World") -> dict[int, socket.socket]:
                 peers[rank] = connection
         except (OSError, struct.error) as error:
             raise RankLost(f"the ranks of this host did not connect: {error}") from None
-        # Nobody closes the door before all are in.
+        # Keep listening until all ranks are connected.
         world.barrier()
         # Not by `settimeout`, with which a socket no longer knows MSG_DONTWAIT.
         limit = struct.pack("@ll", int(world.timeout), int(world.timeout % 1 * 1e6))
@@ -226,7 +221,7 @@ def _connect(world: "World") -> dict[int, socket.socket]:
 
 @contextlib.contextmanager
 def _listener() -> Iterator[tuple[socket.socket, str]]:
-    """Provide a socket that listens in a folder that other users cannot enter, and the address for the other ranks."""
+    """Provide a listening socket in a folder that other users cannot access, and its address."""
     with tempfile.TemporaryDirectory(prefix="flatout-") as folder, socket.socket(socket.AF_UNIX) as listener:
         opened = os.open(folder, os.O_RDONLY)
         # An address has at most 107 bytes, and the path of the folder may be longer.
@@ -241,7 +236,7 @@ def _listener() -> Iterator[tuple[socket.socket, str]]:
 
 
 def _anonymous_file(nbytes: int) -> int:
-    """Return a descriptor of a file in memory that no name leads to."""
+    """Return a descriptor of an unnamed file in memory."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("flatout")
     else:
@@ -249,6 +244,6 @@ def _anonymous_file(nbytes: int) -> int:
         os.unlink(name)  # noqa: PTH108
     os.ftruncate(file, max(1, nbytes))
     if hasattr(os, "posix_fallocate"):
-        # Too little memory is found now, rather than by a bus error in the middle of a step.
+        # Detects a lack of memory now, rather than by a bus error during a step.
         os.posix_fallocate(file, 0, max(1, nbytes))
     return file

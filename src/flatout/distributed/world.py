@@ -1,7 +1,7 @@
-"""The ranks of a run, one process for each device, their collective operations, and what any of them asks of all.
+"""The ranks of a run, one process per device, their collective operations, and control flags.
 
-Between hosts and between GPUs torch.distributed does the work. CPU ranks of one host add up in memory that they share
-(`shared_memory.py`): TCP over loopback takes ten times as long.
+Hosts and GPUs communicate by torch.distributed; CPU ranks of one host by shared memory (`shared_memory.py`), which is
+ten times as fast as TCP over loopback.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 
 Value = TypeVar("Value")
 
-# A collective of tensors waits for this much longer than a rank may make no progress, so that the stuck rank is named.
+# Extra timeout of tensor collectives over the hang timeout, so that the hung rank is reported first.
 _MARGIN_SECONDS = 60.0
 # Others wait in a collective of objects while one rank works alone, such as decoding images.
 _PATIENCE = datetime.timedelta(hours=12)
 
 
 class Flag(IntFlag):
-    """What a rank can ask of all: to fetch the running loss, write a checkpoint, end the run, or change its length."""
+    """Requests of a rank to all: fetch the running loss, write a checkpoint, end the run, or change its length."""
 
     NONE = 0
     LOSS = 1
@@ -45,14 +45,14 @@ class Flag(IntFlag):
 
 
 FLAGS = tuple(Flag)
-# Ranks on accelerators read the flags this many steps later, so that no step waits for the device.
+# Ranks on accelerators read the flags this many steps later, to avoid synchronisation.
 LAG = 8
 
 
 class Control:
     """The control flags of one rank, known to every rank after the same step.
 
-    They travel with the gradients: the engine appends `outgoing` to the step's own all-reduce.
+    They are sent with the gradients: the engine appends `outgoing` to the step's own all-reduce.
 
     Attributes:
         outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
@@ -70,7 +70,7 @@ class Control:
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
 
     def request(self, flags: Flag) -> None:
-        """Set the flags that travel with the next step; they replace those requested before."""
+        """Set the flags to send with the next step, which replace earlier ones."""
         flags |= self.stop
         if self._world.is_joined and flags != self._requested:
             self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
@@ -87,7 +87,7 @@ class Control:
         self._sums.append((sums, event))
 
     def check_stop(self) -> None:
-        """End a pass without gradients if a rank was told to stop. All ranks call this equally often in a pass.
+        """Stop a pass without gradients if a rank has received a signal. All ranks must call this equally often.
 
         Raises:
             Stopped: on every rank after the same call.
@@ -98,7 +98,7 @@ class Control:
             self.incoming.copy_(self._world.all_reduce(self.outgoing))
             self.end_step()
             stop = self.received()
-            # What was requested in the last training steps is for the loop.
+            # Requests of the last training steps are for the loop.
             self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
         if stop := stop & self.stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
@@ -109,9 +109,9 @@ class Control:
             self._received |= flags
 
     def received(self) -> Flag:
-        """Return the union of what all ranks requested in the steps since the last call.
+        """Return the union of all ranks' requests in the steps since the last call.
 
-        The answer is the same on every rank after the same step; on accelerators it is `LAG` steps old.
+        The result is the same on every rank after the same step; on accelerators it is `LAG` steps old.
         """
         if not self._world.is_joined:
             return self._requested | self.stop
@@ -132,7 +132,7 @@ class World:
         rank, size: this process among all.
         local_rank, local_size: this process among those of its host.
         is_joined: whether the ranks have met. Until then this rank is alone, and every call returns at once.
-        backend: what adds up tensors: "", "memory", "gloo" or "nccl".
+        backend: the all-reduce backend: "", "memory", "gloo" or "nccl".
         control: the flags by which ranks request a checkpoint or the end of the run.
         watch: ends this rank when it hangs.
         timeout: the seconds for which a collective of tensors waits for the other ranks.
@@ -225,7 +225,7 @@ class World:
         self.all_gather_object(None)
 
     def from_main(self, make: Callable[[], Value]) -> Value:
-        """Return on every rank what a function returns in the main process; every rank raises its InputError."""
+        """Call a function in the main process; every rank returns its result or raises its InputError."""
         outcome: Any = None
         if self.is_main:
             try:
@@ -249,11 +249,11 @@ class World:
             hang_timeout: seconds without progress after which a rank is ended.
 
         Raises:
-            InputError: the others did not come, or another launcher's process group has other ranks.
+            InputError: other ranks are missing, or another launcher's process group has other ranks.
         """
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
-        # gloo and NCCL listen only where the other ranks come from: between hosts the user may choose, on one host not.
+        # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
         interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
         for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
             if interface and (is_one_host or name not in os.environ):
@@ -299,7 +299,7 @@ class World:
 
     @contextlib.contextmanager
     def translate_errors(self, collective: str = "a wait for the device") -> Iterator[None]:
-        """Mark a wait for the other ranks; raise `RankLost` where torch reports that one is gone."""
+        """Mark a wait for the other ranks; raise `RankLost` if torch reports that one has ended."""
         began = time.monotonic()
         with self.watch.paused():
             try:
@@ -317,7 +317,7 @@ ALONE = World()
 
 
 def _open_store(launched: Launched) -> Any:
-    """Return the store where the ranks meet. Where no launcher provides it, rank 0 does."""
+    """Return the store of the ranks; without one of a launcher, rank 0 serves it."""
     if STORE in os.environ:
         return FileStore(os.environ[STORE], launched.size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launched.rank:

@@ -1,1 +1,1 @@
-"""Engines: the only place that knows devices."""
+"""Engines: the only device-specific code."""

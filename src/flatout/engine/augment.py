@@ -1,7 +1,7 @@
 """Random augmentation: drawn on the host as tables for each epoch, applied on the device.
 
-NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i. What
-happens to the pixels is in `pixels.py`, once for both engines, except for the resampling.
+NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i. Pixel
+operations shared by both engines are in `pixels.py`, except for the resampling.
 Shape letters: N samples, B batch, H height, W width, C channels.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 Transforms = dict[str, np.ndarray]
-# The first draw once decided about mirroring; it stays, so that a seed means what it did.
+# The first draw is unused (formerly mirroring); it remains so that seeds keep their results.
 _, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
@@ -38,34 +38,34 @@ POLICY = {
     "autocontrast": 0.0,
     "equalize": 0.0,
 }
-# RandAugment: operations for each image, and their magnitude (Cubuk et al., arXiv 1909.13719, for ImageNet).
+# RandAugment: operations per image, and their magnitude (Cubuk et al., arXiv 1909.13719, for ImageNet).
 RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
 # TrivialAugment draws one of this many magnitudes (Müller and Hutter, arXiv 2103.10158).
 TRIVIAL_MAGNITUDES = 31
-# Tables are computed for so many samples at a time, since intermediate results take several times their memory.
+# Samples per chunk of the tables, whose intermediate results take several times their memory.
 SAMPLES_AT_ONCE = 1 << 16
-# Test-time augmentation moves images of this size by two pixels, smaller ones by one.
+# Test-time augmentation shifts images of at least this size by two pixels, smaller ones by one.
 TWO_PIXELS_FROM = 64
-# From this size on they are photos, which are not moved, and have these views if they are flipped.
+# Images from this size on are photos, which are not shifted, and have these views if they are flipped.
 PHOTO_FROM = 96
 MIRRORED = ((0, False), (0, True))
-# Training images that grow do so by so many pixels at a time, those below the second number by fewer.
+# Progressive resizing grows in multiples of this many pixels, for images below the second number of fewer.
 SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
 
 def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> Transforms | None:
-    """Return the augmentation of each of `count` samples in one epoch; None where nothing is random.
+    """Return the augmentation of each of `count` samples in one epoch; None if nothing is random.
 
     Returns:
         The tables that the recipe needs, of these:
-        flip: uint8 [N], 1 to mirror; where images are not resampled.
-        affine: float32 [N, 2, 3], the map from a position in the result to one in the image, x and y from -1 to 1.
+        flip: uint8 [N], 1 to mirror; if images are not resampled.
+        affine: float32 [N, 2, 3], the map from positions in the result to positions in the image, x and y from -1 to 1.
         color: float32 [N, 3] or [N, 8], see `pixels.recolor`.
         erase: float32 [N, 4], a box, see `pixels.inside`.
         partner: int32 [N], the sample that this one is mixed with.
-        mix: float32 [N, 6]: the partner's share of each pixel, a box that is the partner's alone, and its share of
+        mix: float32 [N, 6]: the partner's share of each pixel, a box of the partner's pixels alone, and its share of
             the label.
     """
     augment = recipe.augment
@@ -89,7 +89,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
-    # Every second epoch shows the other side of each image (K. Jordan, arXiv 2404.00498).
+    # Alternate flip: every second epoch shows the other side of each image (K. Jordan, arXiv 2404.00498).
     flip = np.zeros(count, bool)
     if augment.flip:
         flip = (uniform(seed, Stream.FLIP, epoch // 2, (count, 1), start)[:, 0] < 0.5) ^ (epoch % 2 == 1)
@@ -124,7 +124,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
 
 
 def _partners(seed: int, epoch: int, count: int, block: int) -> np.ndarray:
-    """Return a random permutation of the samples, int64 [N]; in block order within the windows that are in memory."""
+    """Return a random permutation of the samples, int64 [N]; in block order within windows in memory."""
     if not block:
         return permutation(seed, Stream.PARTNER, epoch, count)
     (order, _), (others, _) = (block_permutation(seed, s, epoch, count, block) for s in (Stream.ORDER, Stream.PARTNER))
@@ -136,7 +136,7 @@ def affine_maps(
 ) -> np.ndarray:
     """Return float64 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
 
-    The map is crop · rotate · shear · zoom · mirror, followed by the shift. `aspect` is width by height of the result,
+    The map is crop · rotate · shear · zoom · mirror, followed by the shift. `aspect` is width / height of the result,
     in whose pixels angles are measured, and `stored_aspect` that of the image, by default the same.
     """
     either_way = 2 * draws - 1
@@ -166,9 +166,9 @@ def affine_maps(
 
 
 def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> None:
-    """Let maps shift images by whole pixels; all numbers of pixels are as likely.
+    """Make maps shift images by whole pixels, uniformly distributed.
 
-    Nothing is resampled then, so training images are as sharp as those of an evaluation. A shift below a pixel is kept.
+    Then nothing is resampled, so training images are as sharp as in evaluation. A shift below a pixel is kept.
     """
     most = np.floor(shift * sides + 1e-6)
     moved = np.floor(draws_N2 * (2 * most + 1)) - most
@@ -176,7 +176,7 @@ def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides
 
 
 def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
-    """Turn maps of pixels into maps of positions from -1 to 1, along sides of which x is `aspect` times as long as y.
+    """Convert maps of pixels to maps of positions from -1 to 1, for images of width / height `aspect`.
 
     Otherwise a rotation of an image that is not square would shear it.
     """
@@ -188,8 +188,8 @@ def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> 
     """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
 
     Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842); sides are at most those
-    of the image. `aspect` is that of a box, in fractions of the image, which keeps the proportions of its content: in
-    the result, objects become wider or higher by up to 4/3, whatever the shape of either.
+    of the image. `aspect` is that of a box, in fractions of the image, that preserves the proportions of its content:
+    in the result, objects become wider or higher by up to 4/3, whatever the shapes of image and result.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
     width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect)
@@ -199,9 +199,9 @@ def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> 
 def _sides(
     area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float], middle: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return width and height of rectangles of an area, all as fractions of the image's.
+    """Return width and height of rectangles of a given area, as fractions of the image.
 
-    Their ratio is log-uniform, between `aspects` times `middle`.
+    Their ratio is log-uniform in the range `aspects`, times `middle`.
     """
     low, high = np.log(aspects)
     aspect = np.exp(low + (high - low) * draws) * middle
@@ -213,7 +213,7 @@ def policy_operations(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw the operations of a policy: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
-    `aspect` is width by height of the images; the samples are those from `start` on.
+    `aspect` is width / height of the images; the samples are those from `start` on.
     """
     names, strongest = list(POLICY), np.array(list(POLICY.values()))
     maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
@@ -250,7 +250,7 @@ def policy_operations(
 def erase_boxes(draws: np.ndarray, aspect: float = 1.0) -> np.ndarray:
     """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio, two for the position.
 
-    Aspect ratios are those of pixels, in images whose width by height is `aspect`.
+    Aspect ratios are measured in pixels of images with width / height `aspect`.
     """
     low, high = ERASE_AREAS
     width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS, 1 / aspect)
@@ -288,17 +288,17 @@ def apply(
     bias: "torch.Tensor",
     size: tuple[int, int] | None = None,
 ) -> "torch.Tensor":
-    """Normalise a batch and apply its transforms, on the device where the batch is; all but the mixing.
+    """Normalise a batch and apply its transforms except mixing, on the device of the batch.
 
     Args:
         images_BHWC: uint8; or uint16, whose pixels are divided by 257 first, to 0..255.
         transforms: the batch's rows of `epoch_transforms`; None for evaluation.
         scale, bias: float32 [C]; a pixel p of 0..255 becomes p * scale + bias.
-        size: height and width of the result; None for those of the images.
+        size: height and width of the result; None for the images' own.
 
     Returns:
-        float32 [B, C, H, W] in channels_last order. Resampling is bilinear; outside, the nearest edge pixel counts.
-        Images that are not resampled are cropped at the centre.
+        float32 [B, C, H, W] in channels_last order. Resampling is bilinear with edge pixels repeated. Images that are
+        not resampled are cropped at the centre.
     """
     import torch
     from torch.nn.functional import affine_grid, grid_sample
@@ -340,7 +340,7 @@ def training_size(recipe: Recipe, epoch: int) -> tuple[int, int]:
     """Return the height and width of the training images in an epoch.
 
     They grow over the first three quarters of the epochs, and have the full size in the last. The side that grows most
-    does so in equal steps, and the other one in proportion.
+    grows in equal steps, and the other in proportion.
     """
     full, start = recipe.image_sides, recipe.start_sides
     size, begin = max(zip(full, start, strict=True), key=lambda side: side[0] - side[1])
@@ -357,7 +357,7 @@ def training_size(recipe: Recipe, epoch: int) -> tuple[int, int]:
 def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`.
 
-    Photos are not moved: networks for them hardly notice it, and each view takes as long as an evaluation.
+    Photos are not shifted: their networks are hardly sensitive to it, and each view takes as long as an evaluation.
     """
     side = min(recipe.eval_sides)
     shifts = (0,) if side >= PHOTO_FROM else (0, -1, 1) if side < TWO_PIXELS_FROM else (0, -2, 2)
@@ -366,13 +366,13 @@ def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
 
 
 def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":
-    """Return images mixed with their partners as rows of the table `mix` say."""
+    """Return images mixed with their partners according to rows of the table `mix`."""
     weight = pixels.partner_weight(inside(rows_B6[:, 1:5], images_BCHW), rows_B6[:, 0, None, None, None])
     return images_BCHW + weight * (partners_BCHW - images_BCHW)
 
 
 def inside(boxes_B4: "torch.Tensor", images_BCHW: "torch.Tensor") -> "torch.Tensor":
-    """Return which pixels lie in a box of each image, bool [B, 1, H, W]."""
+    """Return the mask of a box in each image, bool [B, 1, H, W]."""
     import torch
 
     height, width = (torch.arange(length, device=boxes_B4.device) for length in images_BCHW.shape[2:])

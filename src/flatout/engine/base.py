@@ -1,4 +1,4 @@
-"""The engine protocol: all that the training loop knows of devices, one or a thousand."""
+"""The engine protocol: the interface between the training loop and any number of devices."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ class Evaluation:
     """The results on all samples of a split, in its order.
 
     Attributes:
-        task: of the engine.
+        task: the engine's task.
         loss_sum: the sum of the losses.
-        predicted: as `Task.predicted` returns it: int64 [N], the most probable class, -1 where the logits are not
-            finite; or probabilities float32 [N, K]; or numbers float32 [N].
-        labels: as those of a pack.
-        probabilities: as `Task.probabilities` returns it, float32 [N, K], if they were requested.
-        logits: float32 [N, outputs], if they were requested.
-        features: what `keep_features` made of what the head of the network reads, [N, ...]; None where that is not
-            known, or not requested.
+        predicted: see `Task.predicted`: int64 [N], the most probable class, -1 where the logits are not finite; or
+            probabilities float32 [N, K]; or numbers float32 [N].
+        labels: see `Pack.labels`.
+        probabilities: see `Task.probabilities`, float32 [N, K], if requested.
+        logits: float32 [N, outputs], if requested.
+        features: the results of `keep_features` on the input of the network's head, [N, ...]; None if unknown or not
+            requested.
     """
 
     task: Task
@@ -39,7 +39,7 @@ class Evaluation:
     features: np.ndarray | None = None
 
     def of_task(self, task: Task) -> "Evaluation":
-        """Return the results with what a task has chosen since: thresholds, and a temperature for probabilities."""
+        """Return the results with a task's tuned thresholds, and its temperature for probabilities."""
         probabilities = self.probabilities
         if self.logits is not None and probabilities is not None:
             import torch
@@ -60,12 +60,12 @@ class Evaluation:
 
 
 class DeviceDataset(Protocol):
-    """One split of the data where the engine reads it. Training steps only enqueue work."""
+    """One split of the data, placed for the engine. Training steps only enqueue work."""
 
     samples: Split
 
     def compile(self) -> None:
-        """Compile the training step, before the clock of training starts."""
+        """Compile the training step, before the training time is measured."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the augmentation and the image size of an epoch, counted from 0."""
@@ -85,17 +85,17 @@ class DeviceDataset(Protocol):
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """Run the model over the split, or over views of its images (`augment.tta_views`), and wait for the result.
+        """Evaluate the split, optionally over views (`augment.tta_views`), and wait for the result.
 
-        `keep_features` is called with the features of each batch, float32 [B, F], and returns what is kept of them,
-        [B, ...], since those of all images can be larger than the images; None for nothing.
+        `keep_features` is called with the features of each batch, float32 [B, F], and returns what is kept of them, [B,
+        ...], since the features of all images can exceed the size of the images; None keeps nothing.
         """
         ...
 
     def features(self) -> np.ndarray | None:
-        """Return the output of the frozen prefix, float32 [N, ...] with channels last; None where there is none.
+        """Return the output of the frozen prefix, float32 [N, ...] with channels last, or None.
 
-        All processes call this, and each gets the whole.
+        All processes call this, and each gets all rows.
         """
         ...
 
@@ -104,10 +104,10 @@ class Engine(Protocol):
     """Trains one model on the devices of this process, together with the other processes of its world.
 
     Attributes:
-        task: what the labels mean.
-        recorder: receives the samples of this process in each step; None for nobody.
+        task: the task of the labels.
+        recorder: receives the samples of this process in each step, or None.
         threads: compute threads of this process.
-        device_names: the devices of this process, as torch writes them.
+        device_names: the devices of this process, under torch's names.
     """
 
     task: Task
@@ -120,18 +120,18 @@ class Engine(Protocol):
         ...
 
     def place(self, samples: Split) -> DeviceDataset:
-        """Place a split in device memory, host memory or on disk, wherever it fits."""
+        """Place a split in device memory, host memory or on disk, the first that fits."""
         ...
 
     def counts(self) -> tuple[Counts, int | None]:
         """Wait for all steps; return the sums since the last call and the first step of the epoch with a bad loss.
 
-        Steps count from 0 since `begin_epoch`; None where all losses were finite.
+        Steps count from 0 since `begin_epoch`; None if all losses were finite.
         """
         ...
 
     def communication_seconds(self) -> float:
-        """Return the time spent in all-reduces since the last call; NaN where the device does not report it."""
+        """Return the time spent in all-reduces since the last call; NaN if not reported."""
         ...
 
     def is_finite(self) -> bool:
@@ -143,10 +143,10 @@ class Engine(Protocol):
         ...
 
     def restore(self, snapshot: Any) -> None:
-        """Go back to a snapshot of this engine."""
+        """Restore a snapshot of this engine."""
 
     def state(self, snapshot: Any = None) -> dict[str, Any]:
-        """Return the training state, or that of a snapshot, in the main process; the others take part and return {}.
+        """Return the training state, or that of a snapshot, in the main process; the others participate and return {}.
 
         `model.NAME` and `optimizer.NAME.KEY` are whole torch tensors on the CPU, for any engine and number of devices.
         """
@@ -156,7 +156,7 @@ class Engine(Protocol):
         """Continue from the main process's `state`, of any engine; in other processes the argument is ignored."""
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the peak of device memory; None where the device has no memory of its own."""
+        """Return the peak of device memory; None if it has no memory of its own."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine.
 
-No other module interprets the name of a device.
+No other module interprets device names.
 """
 
 import importlib
@@ -18,11 +18,11 @@ from flatout.utils.host import processor_name, usable_cores
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
-# The package that gives torch a device `tpu`, and the variable by which a user allows this untested combination.
+# The package that provides torch's device `tpu`, and the variable that enables this untested combination.
 TORCH_TPU, UNTESTED = "torch_tpu", "FLATOUT_ALLOW_UNTESTED"
-# The kinds of devices that XLA drives.
+# The kinds of devices that the XLA engine supports.
 XLA_KINDS = ("tpu", "cuda", "cpu")
-# More processes or simulated devices than this are a typing error that would bring the machine down.
+# More processes or simulated devices are a typing error that would overload the machine.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
 _SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
@@ -30,7 +30,7 @@ _SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of a run on this host: a kind and one index each, such as cuda 0 and cuda 2; and their engine."""
+    """The devices of a run on this host: their kind, indices (such as cuda 0 and cuda 2) and engine."""
 
     kind: str
     indices: tuple[int, ...]
@@ -38,17 +38,17 @@ class Devices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Device names as torch writes them."""
+        """Torch's device names."""
         return tuple(self.kind if self.kind in ("cpu", "mps") else f"{self.kind}:{i}" for i in self.indices)
 
     @property
     def is_accelerated(self) -> bool:
-        """Whether they are more than the CPU."""
+        """Whether they are accelerators rather than CPUs."""
         return self.kind != "cpu"
 
     @property
     def ranks(self) -> "Devices":
-        """One device for each process to start: torch has one process per device, XLA one for all."""
+        """The devices of each process to start: torch has one process per device, XLA one for all."""
         return self if self.engine == "torch" else Devices(kind="cpu", indices=(0,))
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Devices:
 
 
 def spec_of(names: Sequence[str]) -> str:
-    """Return the SPEC of some devices, given by their torch names: `2xcpu`, `cuda:1`, `cuda:0,2`, `16xcuda`."""
+    """Return the SPEC of devices, given by their torch names: `2xcpu`, `cuda:1`, `cuda:0,2`, `16xcuda`."""
     kind = names[0].partition(":")[0]
     if len(names) == 1:
         return names[0]
@@ -68,7 +68,7 @@ def spec_of(names: Sequence[str]) -> str:
 
 
 def available() -> dict[str, int]:
-    """Return how many devices of each kind this host has; for the CPU, its cores."""
+    """Return the number of devices of each kind on this host; for the CPU, its cores."""
     import torch
 
     found = {"cpu": usable_cores()}
@@ -112,10 +112,10 @@ def engine_for(spec: str, wanted: str) -> str:
 
 
 def parse_devices(spec: str, engine: str = "torch") -> Devices:
-    """Turn a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) into devices of this host; `auto` is all of the best kind.
+    """Resolve a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) to devices of this host; `auto` is all of the best kind.
 
-    `gpu` is the kind of GPU that this host has. A CPU has as many processes as requested, and a GPU may be named twice,
-    which is slow but useful for tests. With the XLA engine, several CPU devices are simulated.
+    `gpu` is the kind of GPU that this host has. A CPU runs any number of processes; a GPU may be listed twice, which is
+    slow but useful for tests. With the XLA engine, several CPU devices are simulated.
 
     Raises:
         InputError: the SPEC does not parse, or names more devices than there are.
@@ -156,7 +156,7 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
 
 
 def _import_torch_tpu(wrong: Callable[[str], InputError]) -> None:
-    """Give torch its device `tpu`, if there is such a package and the user accepts that it is untested."""
+    """Import torch's device `tpu`, if its package is installed and the user has enabled it."""
     if importlib.util.find_spec(TORCH_TPU) is None:
         raise wrong(f"torch has no device tpu here ({TORCH_TPU} is not installed): use --engine xla")
     if not os.environ.get(UNTESTED):
@@ -165,7 +165,7 @@ def _import_torch_tpu(wrong: Callable[[str], InputError]) -> None:
 
 
 def _xla_devices(kind: str, count: int, wrong: Callable[[str], InputError]) -> tuple[str, int]:
-    """Return XLA's devices, as far as they are known before JAX starts; it starts for `auto` without TPUs alone."""
+    """Return XLA's devices, if possible without starting JAX, which only `auto` without TPUs requires."""
     from flatout.engine.xla.devices import gpu_count, require
 
     require()

@@ -1,4 +1,4 @@
-"""Make an engine for some devices, and decide how many processes and threads to use."""
+"""Create an engine for devices, and choose the numbers of processes and threads."""
 
 import math
 import os
@@ -26,20 +26,20 @@ MIN_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """What to start: one process for each device, the threads of each, and a sentence for the log if there is any."""
+    """The processes to start: one per device, the threads of each, and a message for the log, if any."""
 
     devices: Devices
     threads: int
     reason: str = ""
 
 
-# Images per second of training with a recipe, for a number of classes.
+# Measures images per second of training, given a recipe and the number of classes.
 Rate = Callable[[Recipe, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measurements on the devices of a run: `training`; and `features`, images per second before a network's head."""
+    """Measurements on the devices of a run: of training, and of feature extraction before a network's head."""
 
     training: Rate
     features: Callable[[Recipe], float]
@@ -54,18 +54,18 @@ def choose_processes(
     *,
     has_budget: bool = False,
 ) -> Processes:
-    """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
+    """Resolve a SPEC to the processes of a job; only `auto` leaves a choice.
 
-    On CPUs that choice is between one process with a thread per core, and one process per core. Two processes
-    synchronise only a few times per step, two threads after every operation, but within larger parts of a batch; and
-    processes take time to start, and need enough work. Which is faster depends on the model, so both are measured.
+    On CPUs that choice is between one process with a thread per core, and one process per core. Processes synchronise
+    only a few times per step, threads after every operation; but threads share larger parts of a batch, and processes
+    take time to start. Which is faster depends on the model, so both are measured.
 
     Args:
-        build: makes the model, to measure its speed.
-        has_budget: whether a time budget decides how long the job is.
+        build: creates the model, to measure its speed.
+        has_budget: whether a time budget determines the length of the job.
 
     Raises:
-        InputError: as `parse_devices`.
+        InputError: see `parse_devices`.
     """
     from flatout.engine.torch.accelerator import cpu_threads
 
@@ -92,7 +92,7 @@ def choose_processes(
 
     model, trained = build(), images * recipe.epochs
     by_threads, launch = seconds_per_image(model, recipe) * trained, 0 if has_budget else LAUNCH_SECONDS
-    # A job that is shorter than the start of processes needs no second measurement.
+    # A job shorter than the start of processes needs no second measurement.
     is_short = not has_budget and by_threads < launch
     by_processes = math.inf if is_short else seconds_per_image(model, recipe, ranks=cores) / cores * trained + launch
     about = "" if has_budget else f" ({_about(min(by_threads, by_processes))})"
@@ -105,9 +105,9 @@ def choose_processes(
 
 
 def kept_devices(before: str, engine: str) -> tuple[str, str]:
-    """Return the SPEC for a run that is resumed without one, and a sentence for the log.
+    """Return the SPEC for a run that is resumed without one, and a message for the log.
 
-    It is that of the run, since another number of processes adds up in another order; `auto` if this host lacks it.
+    It is that of the run, since another number of processes sums in another order; `auto` if this host lacks it.
     """
     lacking = f"--devices auto: the run that is resumed used {before}, which this machine does not have"
     try:
@@ -123,7 +123,7 @@ def kept_devices(before: str, engine: str) -> tuple[str, str]:
 
 
 def _most_ranks(devices: Devices, batch: int) -> int:
-    """Return how many processes `auto` may use on the devices that it means: GPUs, or cores of the CPU."""
+    """Return the maximum number of processes for `auto`: GPUs, or cores of the CPU."""
     if devices.kind == "cuda":
         return max(1, min(len(devices.indices), batch // MIN_SHARE))
     cores = physical_cores()
@@ -132,15 +132,15 @@ def _most_ranks(devices: Devices, batch: int) -> int:
 
 
 def speeds_on(spec: str, engine: str) -> Speeds | None:
-    """Return functions that measure training, and the features of networks, on the devices of a SPEC.
+    """Return functions that measure training and feature extraction on the devices of a SPEC.
 
-    None where the ranks are started already, which would measure other speeds, and for XLA, which compiles too long.
+    None if the ranks are already started, which would distort the speeds, and for XLA, which compiles too long.
     """
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
         return None
 
-    # How many processes; the first model decides between those that `auto` may mean.
+    # The number of processes; the first model determines it for `auto`.
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
     def training(recipe: Recipe, classes: int) -> float:
@@ -169,15 +169,15 @@ def _about(seconds: float) -> str:
 
 
 def local_device(spec: str, local_rank: int, local_size: int) -> str:
-    """Return the torch name of this rank's device, where a launcher has started `local_size` ranks on this host.
+    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here.
 
     Raises:
-        InputError: the SPEC names another number of devices than the launcher has started ranks.
+        InputError: the number of devices in the SPEC differs from the number of ranks.
     """
     devices = parse_devices(spec)
     count = len(devices.indices)
     if spec == "auto":
-        # Where there are more ranks than GPUs, several share one; without GPUs, all use the CPU.
+        # If there are more ranks than GPUs, several share one; without GPUs, all use the CPU.
         return devices.names[local_rank % count]
     if count == local_size:
         return devices.names[local_rank]
@@ -189,10 +189,10 @@ def local_device(spec: str, local_rank: int, local_size: int) -> str:
 
 
 def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
-    """Return the world of the ranks that a launcher has started with this process, or of this process alone.
+    """Return the world of the ranks that a launcher has started, or of this process alone.
 
     Args:
-        spec, engine: the devices of this host, and what drives them.
+        spec, engine: the devices of this host, and their engine.
         hang_timeout: seconds without progress after which a rank is ended.
 
     Raises:
@@ -227,7 +227,7 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
 
 
 def precisions(engine: str, world: "World") -> list[str]:
-    """Return the number formats that a rank's device computes in, the default first; XLA's engine has its own rule."""
+    """Return the number formats of a rank's device, the default first; the XLA engine chooses by itself."""
     from flatout.engine.torch.accelerator import accelerator_of
 
     return accelerator_of(world.device).precisions() if engine == "torch" else []
@@ -247,10 +247,10 @@ def make_engine(
     """Return an engine that trains `model` on the devices of all ranks.
 
     Args:
-        model: rank 0's has the weights to start from.
+        model: rank 0's has the initial weights.
         devices: the SPEC; a rank that has joined a world uses that world's device.
-        class_weights: float32 [classes]; None for none.
-        **options: for the torch engine; `head` also for the other one.
+        class_weights: float32 [classes], or None.
+        **options: for the torch engine; `head` also for the XLA engine.
 
     Raises:
         InputError: the engine is not available here, or cannot compile the model.

@@ -1,4 +1,4 @@
-"""Metrics as sums and counts, which are divided once and so do not depend on how samples are divided."""
+"""Metrics as sums and counts, which are divided once, so that they do not depend on batches and ranks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Counts:
     Attributes:
         loss_sum: sum of weight times loss.
         weight_sum: sum of the samples' weights (their number, unless classes are weighted).
-        metric_sum: sum of the metric that the task has in training, such as correct predictions.
+        metric_sum: sum of the task's training metric, such as correct predictions.
         count: samples without padding.
     """
 

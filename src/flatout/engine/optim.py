@@ -12,7 +12,7 @@ from flatout.config import Optimizer
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError, first_line
 
-# Why some classes of torch and timm cannot train here.
+# Unsupported classes of torch and timm, with the reason.
 UNSUPPORTED = {
     "LBFGS": "it computes the loss several times in a step",
     "SparseAdam": "it needs sparse gradients",
@@ -29,11 +29,11 @@ def build(
     *,
     capturable: bool,
 ) -> torch.optim.Optimizer:
-    """Return the torch optimizer of a recipe's section, fused where torch has that.
+    """Return the torch optimizer of a recipe's section, fused if torch supports that.
 
     Args:
         parameters: what to train by name, all on one device.
-        scales: what the learning rate of each parameter is multiplied by; None for 1. Those of equal scale are a group.
+        scales: the factor of each parameter's learning rate; None for 1. Parameters of equal scale are a group.
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
             device, so that it can change.
     """
@@ -77,7 +77,7 @@ def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]
         # timm lacks the aliases that mark re-exports.
         from timm.optim import get_optimizer_class, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
-        # Those of Apex and bitsandbytes need their libraries.
+        # The optimizers of Apex and bitsandbytes need these libraries.
         names = map(str, list_optimizers(exclude_filters=["fused*", "bnb*"]))
         known = {name: get_optimizer_class(name) for name in names}
     if name not in known:
@@ -90,7 +90,7 @@ def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]
         "momentum": optimizer.momentum,
         "dampening": optimizer.dampening or None,
         "nesterov": optimizer.nesterov,
-        # The class's own default is not 0 everywhere.
+        # Some classes have another default than 0.
         "weight_decay": optimizer.weight_decay if "weight_decay" in taken else optimizer.weight_decay or None,
         "betas": optimizer.betas,
         "eps": optimizer.eps,
@@ -103,7 +103,7 @@ def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]
 
 
 def can_capture(optimizer: Optimizer) -> bool:
-    """Return whether the implementation may run inside a CUDA graph; timm's own read the learning rate on the host."""
+    """Whether a CUDA graph may contain the implementation; timm's own read the learning rate on the host."""
     if not optimizer.is_of_library:
         return optimizer.name != "adagrad"
     cls = of_library(optimizer).func
@@ -122,7 +122,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 @torch.no_grad()
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer create what it keeps for each parameter, by a step whose effect on the parameters is undone."""
+    """Create the state of an optimizer by a step whose effect on the parameters is undone."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [(parameter.grad, parameter.clone()) for parameter in parameters]
     for parameter in parameters:
@@ -136,7 +136,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return the optimizer's step without torch's wrapper for profiler marks, hooks and differentiability.
 
-    The wrapper imports torch's compiler, as the methods in `keep_compiler_out` do.
+    The wrapper imports torch's compiler, see `keep_compiler_out`.
     """
     return functools.partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
 
@@ -144,9 +144,9 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 def keep_compiler_out() -> Callable[[], None]:
     """Keep torch's optimizers from importing torch's compiler; return a function that undoes this.
 
-    Their methods import torch._dynamo only to exclude themselves from compiled code, which takes a second of every
-    start (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each caches the excluded function in an attribute of
-    the undecorated one; here that is the function itself. In other versions of torch this has no effect.
+    The methods import torch._dynamo only to exclude themselves from compilation, which takes a second of every start
+    (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each caches the excluded function in an attribute of the
+    undecorated one; here that is the function itself. In other versions of torch this has no effect.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
     plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]

@@ -1,7 +1,7 @@
-"""What augmentation does to pixels beside resampling them, for torch and JAX alike: `xp` is either of the two modules.
+"""Pixel operations of augmentation except resampling, for torch and JAX: `xp` is either module.
 
-Pixels are floats from 0 to 255, with fractions where images have 16 bits. Operations are those of Pillow, without
-intermediate rounding.
+Pixels are floats from 0 to 255, with fractions for 16-bit images. Operations are those of Pillow, without intermediate
+rounding.
 Shape letters: B batch, H height, W width, C channels.
 """
 
@@ -12,16 +12,16 @@ import numpy as np
 
 # Columns of a row for `recolor`, after the factors of brightness, contrast, saturation and sharpness.
 POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = 4, 5, 6, 7
-# The row that changes nothing.
+# The identity row.
 UNCHANGED = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 256.0, 0.0, 0.0])
-# What pixels of 16 bits are multiplied by to lie within 0..255: 65535 is 257 times 255.
+# Factor from 16-bit pixels to 0..255: 65535 is 257 times 255.
 FROM_16_BITS = 1 / 257
 # ITU-R 601 luma.
 _LUMA = (0.299, 0.587, 0.114)
 
 
 def centre(images_BHWC: Any, height: int, width: int) -> Any:
-    """Return the part of that size in the middle of images."""
+    """Return the central crop of images."""
     top, left = (images_BHWC.shape[1] - height) // 2, (images_BHWC.shape[2] - width) // 2
     return images_BHWC[:, top : top + height, left : left + width]
 
@@ -33,10 +33,10 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any])
         xp: torch or jax.numpy.
         x_BHWC: pixels, 0..255.
         rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 8]: those,
-            the factor of sharpness, the step to which pixels are rounded down, the value from which they are inverted,
-            1 to stretch each channel to 0..255, and 1 to equalise its histogram.
-        count_darker: returns for whole numbers 0..255 [B, H, W, C] how many pixels of the image are darker in the same
-            channel, float32 [B, H, W, C]; each library looks up histograms in its own way.
+            the factor of sharpness, the step of posterising, the threshold of solarising, 1 to stretch each channel to
+            0..255, and 1 to equalise its histogram.
+        count_darker: returns for integers 0..255 [B, H, W, C] the number of darker pixels in the same channel of the
+            image, float32 [B, H, W, C]; it depends on the library.
     """
 
     def column(index: int) -> Any:
@@ -62,24 +62,24 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any])
 
 
 def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
-    """Return whole numbers with an even histogram, in Pillow's whole-number arithmetic."""
+    """Return integers with an equalised histogram, in Pillow's integer arithmetic."""
     darker = count_darker(x_BHWC)
-    # Of as many pixels each level gets one; the brightest pixels do not count.
+    # Pixels per level; the brightest pixels do not count.
     step = xp.floor(xp.amax(darker, axis=(1, 2), keepdims=True) / 255)
-    # Half a pixel more keeps the quotient of whole numbers clear of rounding.
+    # Half a pixel more protects the integer quotient from rounding.
     levels = xp.floor((darker + xp.floor(step / 2) + 0.5) / xp.clip(step, 1, None))
     return xp.where(step > 0, xp.clip(levels, 0, 255), x_BHWC)
 
 
 def _grey(x_BHWC: Any) -> Any:
-    """Return the luma, [B, H, W, 1]; of grey images the images themselves."""
+    """Return the luma, [B, H, W, 1]; grey images are unchanged."""
     if x_BHWC.shape[-1] != 3:
         return x_BHWC
     return sum(weight * x_BHWC[..., i : i + 1] for i, weight in enumerate(_LUMA))
 
 
 def _smoothed(xp: Any, x_BHWC: Any) -> Any:
-    """Return images smoothed by Pillow's 3x3 kernel, whose centre weighs 5 of 13; pixels at the edge stay."""
+    """Return images smoothed by Pillow's 3x3 kernel, whose centre weighs 5 of 13; edge pixels are unchanged."""
     _, height, width, _ = x_BHWC.shape
     if min(height, width) < 3:
         return x_BHWC
@@ -91,11 +91,11 @@ def _smoothed(xp: Any, x_BHWC: Any) -> Any:
 
 
 def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
-    """Return which pixels lie in a box of each image, bool [B, H, W].
+    """Return the mask of a box in each image, bool [B, H, W].
 
     Args:
-        boxes_B4: top, left, bottom, right, as fractions of height and width; empty where both ends are equal.
-        rows_H, columns_W: 0, 1, 2 ... as many as the image has.
+        boxes_B4: top, left, bottom, right, as fractions of height and width; empty if both ends are equal.
+        rows_H, columns_W: the indices of rows and columns.
     """
     y = (rows_H + 0.5) / len(rows_H)
     x = (columns_W + 0.5) / len(columns_W)
@@ -110,7 +110,7 @@ def partner_weight(is_inside: Any, share: Any) -> Any:
 
 
 def view(xp: Any, x_BCHW: Any, shift: int, is_mirrored: bool) -> Any:
-    """Return images moved down and right by `shift` pixels, up and left if negative, edge pixels repeated; mirrored."""
+    """Return images shifted down and right by `shift` pixels (edge pixels repeated), and mirrored."""
     down, up = max(0, shift), max(0, -shift)
     height, width = x_BCHW.shape[2:]
     x = xp.concatenate(

@@ -1,4 +1,4 @@
-"""Run a function on every device: in this process, in a process for each device, or as an already launched rank."""
+"""Run a function on every device: in this process, in one process per device, or as an already launched rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,15 +23,15 @@ def run_on_devices(
     threads: int | None = None,
     own_process: bool = False,
 ) -> Any:
-    """Call function(console, world, *args) on every rank, with a joined world; return what the first rank returns.
+    """Call function(console, world, *args) on every rank, with a joined world; return the first rank's result.
 
     Args:
         function, args: they may be defined in `__main__`, such as a notebook.
-        spec, engine: the devices of this host, and what drives them.
-        console: shows what rank 0's console prints.
-        hosts: the hosts of the run; each calls this. Default: this one alone.
-        restarts: how often the ranks are started again after one was lost. Default: as often as hosts may be lost.
-        hang_timeout: seconds without progress after which a rank of several is ended.
+        spec, engine: the devices of this host, and their engine.
+        console: shows the output of rank 0's console.
+        hosts: the hosts of the run; each calls this. Default: this host only.
+        restarts: how often the ranks are restarted after losing one. Default: as often as hosts may be lost.
+        hang_timeout: seconds without progress after which one of several ranks is ended.
         threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
         own_process: start a process even for a single device.
 
@@ -56,7 +56,7 @@ def run_on_devices(
 
 
 def check_batch(batch: int, ranks: int) -> None:
-    """Raise InputError if a batch has not one sample for each rank."""
+    """Raise InputError if a batch has fewer samples than ranks."""
     if batch < ranks:
         raise InputError(
             f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
@@ -71,7 +71,7 @@ def _join_and_call(
 
     world = join(spec, engine, hang_timeout)
     result = function(console, world, *args)
-    # All hosts end together, so that none takes another one's end for a loss.
+    # All hosts end together, so that none mistakes another's end for a failure.
     world.barrier()
     world.leave()
     return result

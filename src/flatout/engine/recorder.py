@@ -1,7 +1,7 @@
 """Record the samples of each step and their augmentation, if FLATOUT_RECORD=1 is set in the environment.
 
-Every rank writes `logs/rank-N.samples.jsonl`, one line per step. The lines of a step, joined in the order of the ranks,
-are the same on any number of devices. Recording waits for the device in every step.
+Every rank writes `logs/rank-N.samples.jsonl`, one line per step. The lines of a step, joined in rank order, are the
+same on any number of devices. Recording waits for the device in every step.
 """
 
 import json

@@ -8,15 +8,15 @@ from flatout.config import Recipe
 # Warm-up epochs for a large batch (Goyal et al., section 5.1: 5 of 90), and their largest fraction of a run.
 LARGE_BATCH_WARMUP_EPOCHS = 5
 LARGE_BATCH_WARMUP_SHARE = 0.1
-# From this factor on, a note says that a longer run has raised the learning rate.
+# From this factor on, a note reports that a longer run has raised the learning rate.
 RATE_JUMP = 1.5
 
 
 def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses: Sequence[float] = ()) -> float:
     """Return the learning rate of a step, counted from 0 over the whole run.
 
-    All schedules reach `scaled_rate`; all but one-cycle start with a linear `warm_up`. `valid_losses` holds the
-    monitored loss of every finished epoch, for the plateau schedule.
+    All schedules reach `scaled_rate`; all but one-cycle start with a linear `warm_up`. `valid_losses` are the monitored
+    losses of finished epochs, for the plateau schedule.
     """
     schedule, lr = recipe.schedule, scaled_rate(recipe)
     epochs, total = recipe.length_at(step, steps_per_epoch)
@@ -36,7 +36,7 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
 
 
 def scaled_rate(recipe: Recipe) -> float:
-    """Return the learning rate for the recipe's batch size; `lr` is that for `lr_base_batch`, if given.
+    """Return the learning rate for the recipe's batch size, given `lr` for `lr_base_batch`, if set.
 
     Linear scaling preserves the sum of k small steps of SGD (Goyal et al., arXiv 1706.02677); the square root preserves
     the variance of a step (Krizhevsky, arXiv 1404.5997) and suits Adam (Malladi et al., arXiv 2205.10287).
@@ -49,10 +49,10 @@ def scaled_rate(recipe: Recipe) -> float:
 
 
 def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
-    """Return the number of warm-up epochs in a run of so many, and the learning rate at their start.
+    """Return the number of warm-up epochs in a run of `run_epochs`, and the learning rate at their start.
 
     Warm-up rises from 0 over `warmup_epochs`. With a batch larger than `lr_base_batch` it rises from `lr`, and has a
-    default length where `warmup_epochs` is 0.
+    default length if `warmup_epochs` is 0.
     """
     epochs, lr = recipe.schedule.warmup_epochs, recipe.optimizer.lr
     if scaled_rate(recipe) <= lr:
@@ -61,7 +61,7 @@ def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
 
 
 def describe_scaling(recipe: Recipe) -> str:
-    """Return a sentence about the learning rate that `lr`, chosen for `lr_base_batch`, was scaled to."""
+    """Return a sentence about the scaled learning rate."""
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
     base = f"{optimizer.lr:g} for batches of {optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
     sentence = f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {base}"
@@ -72,7 +72,7 @@ def describe_scaling(recipe: Recipe) -> str:
 
 
 def describe_jump(before: Recipe, now: Recipe, step: int, steps_per_epoch: int) -> str:
-    """Return a sentence where a run that goes on at a step with another length has a much larger rate; "" elsewhere."""
+    """Return a warning if a change of length at a step raises the learning rate much; else ""."""
     if now.schedule.name not in ("cosine", "one-cycle"):
         return ""
     old, new = learning_rate(before, step - 1, steps_per_epoch), learning_rate(now, step, steps_per_epoch)
@@ -82,7 +82,7 @@ def describe_jump(before: Recipe, now: Recipe, step: int, steps_per_epoch: int) 
 
 
 def plateau_reductions(losses: Sequence[float], patience: int, threshold: float) -> int:
-    """Return how often more than `patience` epochs in a row brought no new best loss.
+    """Count how often more than `patience` epochs in a row had no new best loss.
 
     A new best is lower by the relative `threshold`, as in torch's ReduceLROnPlateau.
     """

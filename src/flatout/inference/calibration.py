@@ -1,4 +1,4 @@
-"""How far answers can be trusted: temperature, prediction sets and unknown images, fitted to the validation images.
+"""Calibration on the validation images: temperature, prediction sets and out-of-distribution detection.
 
 Everything here is NumPy; minimisation is SciPy's. The results are in the metadata of the weights, and in
 `known.safetensors`.
@@ -21,26 +21,25 @@ if TYPE_CHECKING:
     from flatout.data.batches import Split
     from flatout.engine.base import Evaluation
 
-# Fewer validation images than this say little about a probability.
+# Fewer validation images are not enough to calibrate probabilities.
 MIN_IMAGES = 20
 # Bins of equal width for the calibration error and the reliability diagram.
 BINS = 15
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
-# A class without labels would get a bias without bound.
+# The bias of a class without labels would be unbounded.
 MAX_BIAS = 20.0
-# Coverages that prediction sets may have, in steps of 0.001; and those in summary and report.
+# Possible coverages of prediction sets, in steps of 0.001; and those in summary and report.
 MIN_COVERAGE, MAX_COVERAGE, COVERAGE_STEPS = 0.5, 0.999, 1000
 COVERAGES = (0.9, 0.95, 0.99)
-# The share of known images that are not answered "unknown".
+# The share of known images that are not flagged as unknown.
 KNOWN_SHARE = 0.95
-# Feature statistics are of so many training images: more where that is less than these of each class.
+# Training images for feature statistics: in total, or if that is more, per class.
 TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
-# This share of the mean variance is added to the variance in every direction.
+# Shrinkage: this share of the mean variance is added in every direction.
 SHRINKAGE = 0.01
-# Test-time augmentation of earlier versions lost the energy: what they kept is the rounding of a constant, and does not
-# count.
+# Test-time augmentation of earlier versions lost the energy: the stored values are rounding errors, and are ignored.
 _MIN_ENERGY_SCALE = 1e-6
-# Images in memory as 64-bit numbers.
+# Images converted to float64 at a time.
 _AT_ONCE = 256
 # The arrays of `FeatureStats`, as `known.safetensors` names them.
 _ARRAYS = ("means", "precision", "overall")
@@ -80,7 +79,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return probabilities float64 [N, K] that are right on average for each class: softmax(scale * logits + biases).
+    """Return probabilities float64 [N, K] that are calibrated per class: softmax(scale * logits + biases).
 
     Scale and biases have the least negative log-likelihood of the labels (Alexandari et al., arXiv 1901.06852).
     """
@@ -123,7 +122,7 @@ def calibration_error(bins: list[dict[str, float]]) -> float:
 
 
 def nonconformity(logits: np.ndarray) -> np.ndarray:
-    """Return how little each class conforms to an image, float64 [N, K]: the log-odds against the class.
+    """Return the nonconformity of each class, float64 [N, K]: the log-odds against the class.
 
     The order is that of 1 - probability, the score of Sadinle et al. (arXiv 1609.00451), but probabilities near 1 do
     not become equal by rounding.
@@ -153,7 +152,7 @@ def set_thresholds(logits: np.ndarray, labels: np.ndarray) -> list[float]:
 
 
 def set_threshold(thresholds: Sequence[float], coverage: float) -> float | None:
-    """Return the threshold of a coverage, rounded up to the next 0.001; None where there is none."""
+    """Return the threshold of a coverage, rounded up to the next 0.001; None if there is none."""
     index = math.ceil(round((coverage - MIN_COVERAGE) * COVERAGE_STEPS, 6))
     return thresholds[index] if 0 <= index < len(thresholds) else None
 
@@ -168,10 +167,10 @@ def highest_coverage(thresholds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureStats:
-    """Where the features of training images are.
+    """Mean and covariance of the features of training images.
 
     Attributes:
-        means: of the features of each class, and of all images in the last row, float32 [K + 1, F].
+        means: the mean features of each class, and in the last row of all images, float32 [K + 1, F].
         precision, overall: the inverse covariances float32 [F, F] within the classes, and of all images.
     """
 
@@ -181,7 +180,7 @@ class FeatureStats:
 
     @classmethod
     def of(cls, features: np.ndarray | None, labels: np.ndarray) -> "FeatureStats | None":
-        """Compute them for features [N, F] of training images with labels int64 [N]; None where not all are finite."""
+        """Compute the statistics of training features [N, F] with labels int64 [N]; None if not all are finite."""
         if features is None or not np.isfinite(features).all():
             return None
         present, places, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -197,14 +196,14 @@ class FeatureStats:
 
     @cached_property
     def whitening(self) -> tuple[np.ndarray, np.ndarray]:
-        """What centred features are multiplied by so that distances become Euclidean: within classes, and overall."""
+        """The whitening matrices of centred features, within classes and overall, which make distances Euclidean."""
         within, overall = (np.linalg.cholesky(one.astype(np.float64)) for one in (self.precision, self.overall))
         return within, overall
 
     def distances(self, features: np.ndarray) -> np.ndarray:
         """Return the relative Mahalanobis distance of each image, float32 [N], for features [N, F].
 
-        It is the squared distance to the nearest class mean, less that to the mean of all images.
+        It is the squared distance to the nearest class mean minus that to the mean of all images.
         """
         within, overall = self.whitening
         mean = self.means[-1].astype(np.float64)
@@ -238,7 +237,7 @@ class OODDetector:
     arXiv 2010.03759), and the relative Mahalanobis distance of the features (Ren et al., arXiv 2106.09022).
 
     Attributes:
-        stats: what distances are from; None where there are no features, and the energy counts alone.
+        stats: the feature statistics; None without features, when the energy is used alone.
         centre, scale: mean and standard deviation of the energy, and of the distance if there are features.
         threshold: images with a higher score are unknown.
     """
@@ -296,13 +295,13 @@ def _ood_parts(logits: np.ndarray, distances: np.ndarray | None) -> list[np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the validation images say about the answers of a run.
+    """The calibration of a run on its validation images.
 
     Attributes:
         temperature: see `fit_temperature`.
-        set_thresholds: see the function of this name; for logits that are divided by the temperature.
-        images: the validation images that it rests on.
-        detector: of unknown images; None where it could not be computed, or its file is missing.
+        set_thresholds: see the function of this name; for logits divided by the temperature.
+        images: the number of validation images.
+        detector: of unknown images; None if it could not be computed, or its file is missing.
         missing: that file, if it is missing.
     """
 
@@ -314,11 +313,11 @@ class Calibration:
 
     @classmethod
     def fit(cls, stats: FeatureStats | None, valid: "Evaluation") -> "Calibration | None":
-        """Fit it to the validation images; None where too few answers are finite.
+        """Fit a calibration to the validation images; None if too few outputs are finite.
 
         Args:
-            stats: of training images; None where their features are not known.
-            valid: with logits, and distances from `stats` in place of features.
+            stats: statistics of training features; None if unknown.
+            valid: the evaluation, with logits, and distances from `stats` in place of features.
         """
         assert valid.logits is not None
         is_finite = np.isfinite(valid.logits).all(axis=1)
@@ -336,7 +335,7 @@ class Calibration:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str], path: Path) -> "Calibration | None":
-        """Read it from the metadata of weights and the file of `write`; None where there were no validation images.
+        """Read a calibration from the metadata of weights and the file of `write`; None without validation images.
 
         Raises:
             InputError: the file is damaged.
@@ -376,7 +375,7 @@ class Calibration:
         return found
 
     def write(self, path: Path) -> None:
-        """Write the feature statistics, if there are any, into a file beside the weights."""
+        """Write the feature statistics, if any, into a file next to the weights."""
         import torch
 
         from flatout.models.weights import save_tensors
@@ -387,15 +386,15 @@ class Calibration:
 
     @property
     def remark(self) -> str:
-        """What a reader of the answers should know, as a sentence; empty for nothing."""
+        """A remark for readers of the predictions, or ""."""
         if self.missing is None:
             return ""
         return f"{self.missing} is missing: unknown images are not recognised; copy it from the original run folder"
 
     def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray | None:
-        """Return which classes are in the prediction set of each image, bool [N, K].
+        """Return the prediction sets, bool [N, K].
 
-        None where the validation images are too few for the coverage.
+        None if there are too few validation images for the coverage.
         """
         threshold = set_threshold(self.set_thresholds, coverage)
         return None if threshold is None else nonconformity(logits / self.temperature) <= threshold
@@ -438,7 +437,7 @@ def _set_figures(inside: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
-    """Return why a run can have no `Calibration`, as a sentence; empty where it can, or where it makes no sense."""
+    """Return why a run has no `Calibration`, or "" if it has one or the task does not support it."""
     if recipe.task != "single-label" or recipe.data.fold:
         return ""
     count = len(splits["valid"]) if "valid" in splits else 0
@@ -455,7 +454,7 @@ def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
 
 
 def feature_samples(samples: "Split", classes: int) -> "Split":
-    """Return training images for `FeatureStats`, spread evenly over a split."""
+    """Return evenly spaced training images for `FeatureStats`."""
     count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
     return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))
 

@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from flatout.inference.calibration import Calibration
     from flatout.inference.run import Run
 
-# Runs differ if chance alone gives such a difference less often.
+# Significance level: runs differ if chance gives such a difference less often.
 SIGNIFICANCE = 0.05
-# Of images in other sizes or crops, the brightness is nearly the same; that of other images is not.
+# The same images in another size or crop have nearly the same brightness; other images do not.
 MIN_CORRELATION = 0.7
 
 
 def evaluate(
     run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
 ) -> dict[str, Any]:
-    """See `Run.evaluate`. Several devices have a process each, as in training."""
+    """See `Run.evaluate`. Several devices have one process each, as in training."""
     from flatout.distributed.environment import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.processes import run_on_devices
 
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
-        # Starting a process for each device would take longer than they would save.
+        # Starting a process per device would take longer than it saves.
         devices = parse_devices("auto", engine).names[0]
     arguments = (run, data, devices, engine, tta or run.recipe.tta)
     return run_on_devices(_evaluate, arguments, spec=devices, engine=engine, console=console)
@@ -74,7 +74,7 @@ def _evaluate(
             devices=devices,
             world=world,
             report=console.note,
-            cache_prefix=False,  # nothing is trained, so that what is frozen does not matter
+            cache_prefix=False,  # nothing is trained, so frozen layers do not matter
         )
         with contextlib.closing(built):
             found = built.place(samples).evaluate(
@@ -103,13 +103,13 @@ def _evaluate(
 def labelled(
     run: "Run", data: Any, console: Console, once: "Callable[[Callable[[], Pack]], Pack]" = lambda load: load()
 ) -> "tuple[Pack, np.ndarray]":
-    """Return the pack of a run, or of other data as the run's model takes it, and the labels as the run numbers them.
+    """Return the pack of a run, or of other data in the form of its model, and labels as the run's class indices.
 
     Args:
-        run: its recipe decides the form of the images.
-        data: as for `Run.evaluate`.
+        run: the run, whose recipe determines the form of the images.
+        data: see `Run.evaluate`.
         console: shows progress, and a line about the data.
-        once: calls the function that loads the pack, on one of several ranks.
+        once: calls the function that loads the pack on one of several ranks.
 
     Raises:
         InputError: there is no data, it cannot be read, or has other classes.
@@ -132,9 +132,9 @@ def labelled(
 
 
 def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Split]:
-    """Return the name and the samples of the split that a run is judged by: test, else validation; else "all".
+    """Return name and samples of the split that evaluates a run: test, else validation, else "all".
 
-    `labels` and `other` are those of `labelled`: data that is not the run's own has only the splits that it brings.
+    `labels` and `other` are those of `labelled`: other data has only its own splits.
     """
     from flatout.data.splits import splits_of
 
@@ -150,11 +150,11 @@ def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tu
 def scores_of(
     split: str, result: "Evaluation", classes: Sequence[str], calibration: "Calibration | None"
 ) -> dict[str, Any]:
-    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
+    """Return the metrics of `summary.json` and `evaluate` that are computed once, after training.
 
     Args:
-        split: `test` or `valid`, whose name is in front of single figures.
-        result: with probabilities; with logits where `calibration` is given.
+        split: `test` or `valid`, the prefix of single metrics.
+        result: with probabilities, and with logits if `calibration` is given.
         classes: their names.
         calibration: of the run, if it has one.
     """
@@ -174,9 +174,9 @@ def _joined(results: "list[Evaluation]", *, own_parts: bool) -> "tuple[float | N
     """Return the loss and the results of a run, or of a cross-validation.
 
     Args:
-        results: of the run, or of each fold, with probabilities.
-        own_parts: whether each fold was evaluated on the images that it has not been trained on. Else all were on the
-            same images, and the mean of their probabilities is judged, which has no loss.
+        results: those of the run, or of each fold, with probabilities.
+        own_parts: whether each fold was evaluated on its held-out images. Otherwise all were evaluated on the same
+            images, and the mean of their probabilities is used, which has no loss.
     """
     first = results[0]
     if len(results) == 1:
@@ -225,7 +225,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
 
 def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, float]:
-    """Return how many only the first and only the second got right, and the p-value of McNemar's exact test."""
+    """Return the numbers that only the first and only the second got right, and McNemar's exact p-value."""
     from scipy.stats import binomtest
 
     first, second = int((is_right & ~is_right_too).sum()), int((~is_right & is_right_too).sum())

@@ -1,9 +1,9 @@
-"""Heatmaps: which parts of an image speak for an answer.
+"""Heatmaps: the parts of an image that support a prediction.
 
 LayerCAM (Jiang et al., "LayerCAM: Exploring Hierarchical Class Activation Maps for Localization", IEEE TIP 2021,
 doi 10.1109/TIP.2021.3089943): the activations of a layer times their positive gradients, summed over the channels. The
 layer is the last one with a grid of positions whose gradient is not zero. Tokens of transformers are laid out as the
-grid of their patches; in the last block the answer depends on the class token alone, so that an earlier layer is taken.
+grid of their patches; in the last block the logits depend on the class token alone, so an earlier layer is used.
 
 Shape letters: N or B images, K outputs, C channels, H height, W width, h and w a grid.
 """
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from flatout.config import Recipe
     from flatout.inference.run import Run
 
-# A grid has at least so many cells on its shorter side, if any layer has; coarser ones show little.
+# Minimum cells on a grid's shorter side, if any layer has as many; coarser grids show little.
 MIN_CELLS = 4
-# Gradients are taken for so many of the last layers.
+# The number of last layers whose gradients are computed.
 MAX_LAYERS = 40
 # A grid may differ from the shape of the image by this factor, since convolutions without padding cut edges.
 SAME_SHAPE = 1.3
-# Images that a network explains at once: their activations are kept.
+# Images per batch, whose activations are kept.
 _AT_ONCE = 8
-# Images are enlarged to at least so many pixels. Below them, the scale of the colours.
+# Images are enlarged to at least this many pixels; the height of the colour scale below them.
 _MIN_PIXELS, _SCALE_PIXELS = 192, 20
 
 
 def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return heatmaps float32 [B, H, W] in 0..1; None where no layer has positions.
+    """Return heatmaps float32 [B, H, W] in 0..1; None if no layer has positions.
 
     Args:
         model: in evaluation mode, a torch module; its parameters and their gradients are not changed.
         images_BCHW: normalised images.
-        score: from logits [B, K] to the number of each image, [B], whose reasons are shown.
+        score: maps logits [B, K] to the explained number of each image, [B].
     """
     height, width = images_BCHW.shape[2:]
     images = images_BCHW.detach().requires_grad_()
@@ -62,7 +62,7 @@ def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torc
         grids = grids[-MAX_LAYERS:]
         if not grids:
             return None
-        # Positions that the answer does not depend on have no gradient at all.
+        # Positions without influence on the logits have no gradient at all.
         gradients = torch.autograd.grad(score(logits).sum(), [output for output, _ in grids], allow_unused=True)
     maps = [
         (functional.relu(view(gradient)) * view(output.detach())).sum(dim=1).relu()
@@ -72,7 +72,7 @@ def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torc
     if not maps:
         return None
     fine = [found for found in maps if min(found.shape[1:]) >= MIN_CELLS and found.any()]
-    # Of coarse grids, the finest.
+    # If all grids are coarse, the finest.
     chosen = fine[-1] if fine else max(maps, key=lambda found: found[0].numel())
     chosen = chosen.float() / chosen.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return functional.interpolate(chosen[:, None], size=(height, width), mode="bilinear", align_corners=False)[:, 0]
@@ -98,7 +98,7 @@ def _recorded(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 def _as_grid(
     output: torch.Tensor, height: int, width: int, model: nn.Module
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return how to view an output as [B, C, h, w]: that of a convolution, or tokens; None where it has no grid."""
+    """Return a view of an output (feature map or tokens) as [B, C, h, w]; None if it has no grid."""
     shape = height / width
     if output.ndim == 4:
         # Channels come second, or last in some transformers; sides are in the proportion of the image's.
@@ -119,13 +119,13 @@ def _as_grid(
 
 
 def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
-    """Return heatmaps float32 [N, H, W] in 0..1 for images as `Run.probabilities` takes them.
+    """Return heatmaps float32 [N, H, W] in 0..1 for images; see `Run.probabilities`.
 
     Args:
-        run: of a cross-validation, the mean over its folds.
+        run: the run; a cross-validation gives the mean over its folds.
         pixels_NHWC: the images.
-        answers: the class of each image that is explained, int64 [N]; by default the most probable one. A regression
-            explains its number.
+        answers: the class to explain for each image, int64 [N]; by default the most probable one. A regression explains
+            its number.
 
     Raises:
         InputError: the model is a Keras model, or has no layer with positions.
@@ -160,7 +160,7 @@ def heatmaps_of(
 
 
 def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> torch.Tensor:
-    """Return the logit of each image's answer; of a single logit, the one that speaks for the answer."""
+    """Return the logit of each image's class; for a single logit, its value or its negative."""
     if logits.shape[1] == 1:
         if task == "regression":
             return logits[:, 0]
@@ -170,10 +170,10 @@ def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> tor
 
 
 class HeatmapWriter:
-    """Writes a PNG for each image into a folder: the image as the model sees it, and under its heatmap.
+    """Writes a PNG for each image into a folder: the model's input next to its heatmap.
 
     Raises:
-        InputError: the folder holds something, or cannot be written.
+        InputError: the folder is not empty, or cannot be written.
     """
 
     def __init__(self, run: "Run", folder: Path | str) -> None:
@@ -200,7 +200,7 @@ class HeatmapWriter:
 
 
 def _side_by_side(image_HWC: np.ndarray, overlay_HWC: np.ndarray) -> bytes:
-    """Return a PNG of both with the scale of the colours below, enlarged by a whole factor where they are tiny."""
+    """Return a PNG of both with a colour scale below; tiny images are enlarged by a whole factor."""
     factor = max(1, -(-_MIN_PIXELS // max(image_HWC.shape[:2])))
     gap = np.full((image_HWC.shape[0] * factor, 8, 3), 255, np.uint8)
     both = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in (image_HWC, overlay_HWC)]

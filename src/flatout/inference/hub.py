@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 CARD, MODEL = "README.md", "model.onnx"
-# Class names that people read, in the form that the report looks for in a run folder.
+# Readable class names, in the form that the report expects in a run folder.
 NAMES = "class_names.csv"
 _URL = re.compile(r"hf://(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?/?")
 _TO_READ = (RECIPE, SUMMARY, WEIGHTS, KNOWN)
 # The files that an upload writes.
 _OWN = (CARD, MODEL, NAMES, REPORT, *_TO_READ, *PICTURES)
-# What the hub puts into each new repository.
+# Files that the hub adds to each new repository.
 _OF_THE_HUB = (".gitattributes",)
-# What a refusal means, by its HTTP status.
+# Reasons of refusals by HTTP status.
 _REFUSALS = {
     401: "access is denied (HTTP 401): check the name; for a private run, run hf auth login or set HF_TOKEN",
     403: "access is denied (HTTP 403): accept the terms on the model's page, or use a token with access",
@@ -54,7 +54,7 @@ _REFUSALS = {
 
 
 def is_published(path: str | Path) -> bool:
-    """Return whether a run is named by its address on the hub."""
+    """Whether a path is the address of a run on the hub."""
     return str(path).startswith(SCHEME)
 
 
@@ -71,10 +71,10 @@ def parse_address(url: str) -> tuple[str, str | None]:
 
 
 def download_run(url: str) -> Path:
-    """Return a folder with the files of a published run that `load` reads, as far as it has them.
+    """Return a folder with the available files of a published run that `load` reads.
 
     They are downloaded into the Hugging Face cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
-    HF_HUB_OFFLINE, proxies). Offline, or where the hub does not answer, those in the cache are used.
+    HF_HUB_OFFLINE, proxies). Offline, or if the hub does not answer, cached files are used.
 
     Raises:
         InputError: the address is wrong, or the run is neither in the cache nor can be downloaded.
@@ -88,7 +88,7 @@ def download_run(url: str) -> Path:
     try:
         with without_xet(), bars_on_terminals():
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-    except Exception as error:  # huggingface_hub passes on what its HTTP library raises, which differs by version
+    except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         raise InputError(f"{url}: {_why_not_downloaded(error)}") from error
     if not (folder / RECIPE).is_file():
         raise InputError(f"{url}: holds no run of flatout: {RECIPE} is missing; publish one with flatout upload")
@@ -105,7 +105,7 @@ def _why_not_downloaded(error: BaseException) -> str:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that led to an error, if there was one."""
+    """Return the HTTP status of an error, if any."""
     responses = (getattr(each, "response", None) for each in causes(error))
     return next((response.status_code for response in responses if response is not None), None)
 
@@ -122,11 +122,11 @@ def upload(
 
     Args:
         run: a finished run or cross-validation.
-        url: `hf://USER/NAME`; the repository is created if there is none.
-        private: create it for its owner alone.
-        overwrite: replace other content. Files that flatout does not write stay.
+        url: `hf://USER/NAME`; the repository is created if it does not exist.
+        private: create a private repository.
+        overwrite: replace other content. Files that flatout does not write are kept.
         pictures: include the report and the pictures, which show test images.
-        console: shows what is done.
+        console: shows progress.
 
     Returns:
         `url`, `page` (its address for browsers), `commit`, `changed`, `bytes` and `files`.
@@ -155,7 +155,7 @@ def upload(
                 result = _publish(folder, files, url, repository, private=private, overwrite=overwrite, console=console)
         except InputError:
             raise
-        except Exception as error:  # huggingface_hub passes on what its HTTP library raises, which differs by version
+        except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
             raise InputError(f"{url}: {_why_not_uploaded(error, repository)}") from error
         size = sum((folder / name).stat().st_size for name in files)
     return {"url": url, **result, "bytes": size, "files": files}
@@ -169,7 +169,7 @@ def format_upload(result: dict[str, Any]) -> list[str]:
 
 
 def _write_onnx(run: "Run", path: Path, console: Console) -> None:
-    """Write the run as an ONNX file, where the extra is installed and the network can be exported."""
+    """Write the run as an ONNX file, if the extra is installed and the network can be exported."""
     if importlib.util.find_spec("onnxscript") is None:
         return
     from flatout.inference.export import formats, verify
@@ -185,7 +185,7 @@ def _write_onnx(run: "Run", path: Path, console: Console) -> None:
 def _publish(
     folder: Path, files: list[str], url: str, repository: str, *, private: bool, overwrite: bool, console: Console
 ) -> dict[str, Any]:
-    """Send the files of a folder; return what `upload` returns about the commit."""
+    """Upload the files of a folder; return the commit's fields of `upload`."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -213,20 +213,20 @@ def _publish(
     # One commit: `upload_folder` may make several.
     operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in files]
     operations += [CommitOperationDelete(name) for name in stale]
-    # The commit is refused if somebody else has made one in the meantime.
+    # The commit is refused if there has been another in the meantime.
     parent = None if existing is None else existing.sha
     commit = api.create_commit(repository, operations, commit_message="Upload a run with flatout", parent_commit=parent)
     return {"page": page, "commit": commit.oid, "changed": True}
 
 
 def _existing(api: Any, repository: str) -> Any:
-    """Return the repository with its files; None where there is none that the token may see."""
+    """Return the repository with its files; None if none is visible to the token."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         return api.model_info(repository, files_metadata=True)
     except RepositoryNotFoundError as error:
-        # A wrong token, too, is answered in this way.
+        # The answer to a wrong token is the same.
         if _status_of(error) == 401:
             raise
         return None
@@ -237,7 +237,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_same(path: Path, theirs: Any) -> bool:
-    """Return whether a file has the content of one in a repository, by SHA-256 or by git's digest."""
+    """Whether a file equals one in a repository, by SHA-256 or git's digest."""
     if not path.is_file():
         return False
     content = path.read_bytes()
@@ -259,9 +259,9 @@ def _why_not_uploaded(error: Exception, repository: str) -> str:
 
 # --- a copy without local paths ---------------------------------------------------------------------------------------
 
-# What a path cannot have inside where it is a part of a sentence.
+# Characters that end a path within a sentence.
 _NAME = r"[^\s/'\"`,;:()<>|\\]+"
-# From the root or a home folder on; not the path of a URL, not a fraction, not two words with a slash between.
+# Absolute or home paths; not paths of URLs, fractions, or words joined by a slash.
 _LOCAL = re.compile(rf"(?:file:/+|(?<![\w:/.~])(?:~\w*)?/)(?:{_NAME}/)*({_NAME})/?")
 _LOGIN, _QUERY = re.compile(r"(\w+://)[^/\s@'\"]+@"), re.compile(r"(\w+://[^\s?#'\"]+)[?#][^\s'\"]*")
 # Keys of summary.json whose values are words of the data.
@@ -271,8 +271,8 @@ _OF_THE_DATA = ("class", "classes", "actual", "predicted")
 def copy_run(run: "Run", folder: Path, *, pictures: bool) -> None:
     """Write the files of a run that are worth publishing into a new folder.
 
-    Checkpoints, logs and answers stay behind. Local paths keep their last part, URLs lose login and query. The report
-    is drawn again from such files.
+    Checkpoints, logs and predictions are not copied. Local paths keep their last part, URLs lose login and query. The
+    report is drawn again from these files.
 
     Args:
         run: a finished run or cross-validation.
@@ -294,8 +294,8 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
     """Return a function that cuts local paths to their last part, in a text or in all texts of lists and dicts.
 
     Args:
-        words: of the data, such as class names; they are kept, though they may look like paths.
-        folders: known ones, whose names may have spaces, unlike those of others.
+        words: words of the data, such as class names, which are kept even if they look like paths.
+        folders: known folders, whose names may have spaces, unlike other paths.
     """
     known = sorted((f"{folder}/" for folder in folders if folder.name), key=len, reverse=True)
     kept = {match[0] for word in words for match in _LOCAL.finditer(word)}
@@ -321,7 +321,7 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictur
 
     folder.mkdir(parents=True)
     text = clean((run.path / RECIPE).read_text(encoding="utf-8"))
-    tomllib.loads(text)  # cutting paths leaves a recipe a recipe
+    tomllib.loads(text)  # cutting paths keeps a recipe valid
     write_atomically(folder / RECIPE, text.encode())
     # The decoded images stay in the cache of the computer that trained.
     write_json(folder / SUMMARY, clean({**run.summary, "pack": None}))
@@ -349,7 +349,7 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictur
 
 
 def _forget_file_names(path: Path) -> None:
-    """Leave the names of images, which may be those of people, out of predictions."""
+    """Remove the names of images, which may be personal, from predictions."""
     if path.is_file():
         with np.load(path) as arrays:
             kept = {name: array for name, array in arrays.items() if name != "name"}
@@ -358,7 +358,7 @@ def _forget_file_names(path: Path) -> None:
 
 # --- the model card ---------------------------------------------------------------------------------------------------
 
-# The kinds of the hub; it has none for several labels or a number of an image.
+# The hub's task names; it has none for multi-label tasks and regression.
 _PIPELINE = "image-classification"
 _METRIC_NAMES = {"map": "mAP", "f1_macro": "F1 (macro)", "f1_micro": "F1 (micro)", "mae": "MAE", "r2": "R²"}
 _MAX_ROWS = 100  # classes in the table

@@ -34,9 +34,9 @@ class Outputs:
     """The outputs of a model for N images.
 
     Attributes:
-        probabilities: as `Task.probabilities` returns them, float32 [N, K].
+        probabilities: see `Task.probabilities`, float32 [N, K].
         logits: float32 [N, outputs]; None for several models.
-        unknown_score: how unlike the training images each image is, [N]; None where the run does not know.
+        unknown_score: the OOD score of each image, [N]; None without a detector.
     """
 
     probabilities: np.ndarray
@@ -48,9 +48,9 @@ class Outputs:
 class Prediction:
     """The classes of one image with their probabilities, best first; or in regression its number, `value`.
 
-    `unknown` says whether the image is unlike the training images; None where the run does not know. `classes_in_set`
-    are the classes of the prediction set with the wanted `coverage`. `explanation` is the picture of its heatmap.
-    `error` is the reason why an image cannot be read; it has nothing else then.
+    `unknown`: whether the image is unlike the training images; None without a detector. `classes_in_set` are the
+    classes of the prediction set with the wanted `coverage`. `explanation` is the picture of its heatmap. `error` is
+    the reason why an image cannot be read; then nothing else is set.
     """
 
     file: str
@@ -111,7 +111,7 @@ def predict(
 ) -> Iterator[Prediction]:
     """Check the arguments, which are those of `Run.predict`, and return an iterator over the predictions.
 
-    `note` takes a sentence about what the run lacks.
+    `note` receives messages about what the run lacks.
     """
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
@@ -186,7 +186,7 @@ def _predicted(
 
 
 def _check_coverage(run: "Run", coverage: float) -> None:
-    """Raise InputError where a run has no prediction sets of a coverage."""
+    """Raise InputError if a run has no prediction sets of a coverage."""
     flag = f"--coverage {coverage:g}"
     if not MIN_COVERAGE <= coverage <= MAX_COVERAGE:
         raise InputError(f"{flag}: must be from {MIN_COVERAGE} to {MAX_COVERAGE}, such as 0.95")
@@ -209,13 +209,13 @@ def _check_coverage(run: "Run", coverage: float) -> None:
 
 
 def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top: int) -> dict[str, int]:
-    """Write a row for each image into a new CSV file, as the predictions come; see `docs/trust.md` for the columns.
+    """Write a row per image to a new CSV file as predictions are made; see `docs/trust.md` for the columns.
 
     Returns:
         `images` and `unreadable`, their numbers.
 
     Raises:
-        InputError: the file exists or cannot be written; or as `predict`.
+        InputError: the file exists or cannot be written; or see `predict`.
         DiskFull: the disk is full. Earlier rows are kept.
     """
     counts = {"images": 0, "unreadable": 0}
@@ -280,7 +280,7 @@ def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
 
 
 def _content(image: Any) -> Any:
-    """Return the bytes of an open file or a buffer; anything else as it is."""
+    """Return the bytes of an open file or a buffer; other values are unchanged."""
     if isinstance(image, bytearray | memoryview):
         return bytes(image)
     return image.read() if isinstance(image, io.IOBase) or hasattr(image, "readinto") else image
@@ -316,7 +316,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _pixels(recipe: "Recipe", image: Any) -> np.ndarray | str:
-    """Return one image as the model takes it, [H, W, C], or the reason why it cannot be read."""
+    """Return the model's input for an image, [H, W, C], or the reason why it cannot be read."""
     from flatout.data.decode import decode_image
     from flatout.data.pixels import BadImage, resize_images
 

@@ -1,4 +1,4 @@
-"""What a run keeps of its images and answers: `predictions.npz`, `splits.csv`; and how notebooks show them."""
+"""Stored predictions and images of a run (`predictions.npz`, `splits.csv`), and their display in notebooks."""
 
 import csv
 import io
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PICTURES = 25
 # The mistakes with heatmaps.
 EXPLAINED = 10
-# By the brightness of so many images, two runs know that they were tested on the same ones.
+# Images whose brightness shows that two runs were tested on the same images.
 COMPARED_IMAGES = 500
 _SHOWN_PIXELS = 112
 
@@ -50,15 +50,15 @@ def write_predictions(
     allow_code: bool = False,
     more: Mapping[str, np.ndarray | None],
 ) -> None:
-    """Keep all answers and the few images that the pictures show, so that a report needs no data.
+    """Store all predictions and the few images of the pictures, so that a report needs no data.
 
     Args:
         folder: of the run; it has the weights already.
         recipe: of the run.
-        split, result, samples, classes: the images with their answers.
-        note: takes the reason why the report shows no heatmaps.
+        split, result, samples, classes: the images with their predictions.
+        note: receives the reason why the report has no heatmaps.
         files: the names of all images of the pack, if they are files.
-        module, allow_code: as for `build_model`.
+        module, allow_code: see `build_model`.
         more: further arrays; all are those of `run_files.Predictions`.
     """
     probabilities, labels, task = result.probabilities, result.labels, result.task
@@ -91,7 +91,7 @@ def write_predictions(
         try:
             model = _trained_model(weights, recipe, len(classes), module, allow_code)
             arrays["heatmaps"] = _heatmaps(model, recipe, shown, predicted[mistakes[:EXPLAINED]])
-        except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
+        except Exception as error:  # a user's model may raise anything, which must not fail the run
             note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
@@ -110,7 +110,7 @@ def _trained_model(
 
 
 def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return heatmaps of the pixels that speak for wrong answers, uint8 [M, H, W]."""
+    """Return heatmaps of the pixels that support wrong predictions, uint8 [M, H, W]."""
     from flatout.inference.explain import heatmaps_of
 
     is_class = answers.dtype.kind == "i" and answers.ndim == 1
@@ -119,7 +119,7 @@ def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers:
 
 
 def _brightness(samples: Split) -> np.ndarray:
-    """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
+    """Return the mean value of evenly spaced images, float32 in 0..1, which hardly depends on their size."""
     positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
     means = [samples.images_at(some).mean() for some in positions[:, None]]
     return (np.array(means) / np.iinfo(samples.images.dtype).max).astype(np.float32)
@@ -128,7 +128,7 @@ def _brightness(samples: Split) -> np.ndarray:
 def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
     """Return the names of all images of a pack, below the folder of the data.
 
-    None where they are not separate files, or not those of the pack any more.
+    None if they are not separate files, or have changed since.
     """
     from flatout.data.build import find
     from flatout.data.source import DataSource
@@ -172,14 +172,14 @@ def write_splits(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPrediction:
-    """The answer of a run to one of its test images.
+    """A run's prediction for one of its test images.
 
     Attributes:
-        index: the position of the image among the test images, or those of validation without any.
-        actual, predicted: the label and the answer in words.
-        loss: of the image.
-        probability: of the answer; None where it has none.
-        image: uint8 [H, W, 1 or 3]; None where neither the run nor the cache has it.
+        index: the position among the test images, or the validation images if there are none.
+        actual, predicted: the label and the prediction in words.
+        loss: the image's loss.
+        probability: that of the prediction, or None.
+        image: uint8 [H, W, 1 or 3]; None if neither the run nor the cache has it.
         file: its name; None for images that are not files, and in runs of earlier versions.
     """
 
@@ -214,12 +214,12 @@ class StoredPredictions(list[StoredPrediction]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Confusion:
-    """How often each class was taken for each.
+    """A confusion matrix.
 
     Attributes:
         counts: int64 [K, K], a row for each actual class, a column for each predicted one.
         classes: their names.
-        picture: of the counts, a PNG file; None where the run has none.
+        picture: a PNG file of the counts, or None.
     """
 
     counts: np.ndarray
@@ -295,7 +295,7 @@ def _stored(run: "Run") -> run_files.Predictions:
 
 
 def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
-    """Return images as they are shown: those that the run keeps, else those of the pack while the cache has it."""
+    """Return images for display: those stored in the run, else those of a cached pack."""
     from flatout.data.pack import open_pack
 
     kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flatout.inference.export.verify import Exported
     from flatout.tasks.base import Task
 
-# Images that an ONNX file computes at once.
+# Images per batch of an ONNX file.
 _ONNX_BATCH = 32
 
 
@@ -40,9 +40,9 @@ class Run:
 
     Args:
         path: the run folder.
-        model: needed only where the run trained a module or Keras model given in Python: one of the same build, which
-            gets the weights when `.model` is first used.
-        allow_code: whether a model that is named as `package.module:factory` may be imported.
+        model: needed only if the run trained a module or Keras model given in Python: one of the same architecture,
+            which gets the weights when `.model` is first used.
+        allow_code: whether a model named as `package.module:factory` may be imported.
 
     Raises:
         InputError: the folder is not a run.
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def members(self) -> "tuple[Run, ...]":
-        """The runs whose models answer together: this one."""
+        """The runs whose predictions are averaged: this one."""
         return (self,)
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class Run:
 
     @cached_property
     def task(self) -> "Task":
-        """What the labels mean, with the thresholds and the temperature of the run."""
+        """The task, with the thresholds and the temperature of the run."""
         from flatout.tasks import task_of
 
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
@@ -116,12 +116,12 @@ class Run:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """What the validation images say about the answers; None where there were none."""
+        """The calibration on the validation images; None without any."""
         return Calibration.read(self._weights[1], self.path / KNOWN)
 
     @property
     def unknown_threshold(self) -> float | None:
-        """Images whose `Outputs.unknown_score` is higher are unlike the training images; None where it is not known."""
+        """Images whose `Outputs.unknown_score` is higher are unlike the training images; None if unknown."""
         detector = self.calibration.detector if self.calibration else None
         return detector.threshold if detector else None
 
@@ -135,8 +135,8 @@ class Run:
     def model(self) -> "nn.Module":
         """The trained module on the CPU, in evaluation mode: normalised images [N, C, H, W] to logits [N, K].
 
-        In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` give back the unit.
-        Where a model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
+        In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` restore the unit. If a
+        model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
         from flatout.models.build import build_model
         from flatout.models.keras import KerasModule, is_keras
@@ -161,11 +161,11 @@ class Run:
         """Return `test_loss`, `test_count` and the metrics of the task on the run's test data, or on other data.
 
         These are `test_accuracy` and `test_correct`; or `test_map`, `test_f1_macro` and `test_f1_micro`; or `test_mae`
-        and `test_r2`. Where only a validation split exists, the names say `valid`. `per_class` is a list of `class`,
+        and `test_r2`. If only a validation split exists, the prefix is `valid`. `per_class` is a list of `class`,
         `precision`, `recall`, `f1` and `support`.
 
         Args:
-            data: as for `fit`; where it has a test split that is used, else a validation split, else all of it.
+            data: see `fit`; its test split is used if it has one, else its validation split, else all of it.
             devices: a device SPEC.
             engine: `torch`, `xla` or `auto`.
             tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
@@ -192,9 +192,9 @@ class Run:
                 [H, W, C] or [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are
                 uint8, or numbers in 0..1 or 0..255. Images of another size are resized.
             top: how many classes.
-            tta: as for `evaluate`.
+            tta: see `evaluate`.
             coverage: add the set of classes that contains the right one with this probability, such as 0.95.
-            explain: a new or empty folder, for a picture of each image beside a heatmap of the places that speak for
+            explain: a new or empty folder, for a picture of each image next to a heatmap of the regions that support
                 the first class.
             on_bad_image: "stop" raises an error that names all images that cannot be read; with "skip", their
                 predictions have an `error` and nothing else.
@@ -212,7 +212,7 @@ class Run:
 
         Args:
             out: a new file. A cross-validation is written as the mean of its folds.
-            format: "onnx", "exported" (a `torch.export` program) or "keras"; by default, as the name ends.
+            format: "onnx", "exported" (a `torch.export` program) or "keras"; by default, by the suffix of `out`.
             precision: of an ONNX file: "fp32", "fp16" or "int8".
             data: other images to verify on, and to calibrate int8 on; by default the run's own.
 
@@ -226,7 +226,7 @@ class Run:
         return export(self, out, format=format, precision=precision, data=data, console=Console())
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
-        """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.
+        """Return class probabilities, float32 [N, K], of images in the stored size and bits.
 
         In regression they are the numbers, [N, 1].
         With `tta`, or if the recipe has it, they are averaged over views of each image.
@@ -235,7 +235,7 @@ class Run:
 
     @contextlib.contextmanager
     def _network(self) -> "Iterator[tuple[Any, Any]]":
-        """Lend what computes logits, and catches features; through ONNX Runtime after so many images that it pays."""
+        """Provide a function for logits that also catches features; large inputs use ONNX Runtime."""
         import torch
 
         from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
@@ -250,7 +250,7 @@ class Run:
         yield self._frozen, self._frozen
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return all outputs for images; arguments as for `probabilities`."""
+        """Return all outputs for images; for the arguments see `probabilities`."""
         import torch
 
         from flatout.engine import augment, pixels
@@ -297,7 +297,7 @@ class Run:
         return f"<table>{rows}</table>{pictures}"
 
     def top_losses(self, count: int = 9) -> "predictions.StoredPredictions":
-        """Return the `count` test images (those of validation without any) with the highest loss, the worst first.
+        """Return the `count` test images (else validation images) with the highest loss, the worst first.
 
         A notebook shows them as pictures.
 
@@ -307,12 +307,12 @@ class Run:
         return predictions.top_losses(self, count)
 
     def confusion(self) -> "predictions.Confusion":
-        """Return how often each class was taken for each, on the test images or those of validation without any.
+        """Return the confusion matrix on the test images, or on the validation images if there are none.
 
         `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
 
         Raises:
-            InputError: the run has not been tested, or its images have not one class each.
+            InputError: the run has not been tested, or its task is not single-label.
         """
         return predictions.confusion(self)
 
@@ -329,12 +329,12 @@ class Run:
 
 
 class Ensemble(Run):
-    """A finished cross-validation: the answers are the means of the probabilities, or numbers, of its folds.
+    """A finished cross-validation: predictions are means of the probabilities, or numbers, of its folds.
 
     Args:
-        path: as for `Run`.
-        model: as for `Run`; each fold gets a copy.
-        allow_code: as for `Run`.
+        path: see `Run`.
+        model: see `Run`; each fold gets a copy.
+        allow_code: see `Run`.
 
     Raises:
         InputError: the folder is not a cross-validation, or one of its runs is missing or has not finished.
@@ -361,7 +361,7 @@ class Ensemble(Run):
 
     @cached_property
     def task(self) -> "Task":
-        """What the labels mean."""
+        """The task of the labels."""
         from flatout.tasks import task_of
 
         return task_of(self.recipe)
@@ -373,7 +373,7 @@ class Ensemble(Run):
 
     @property
     def calibration(self) -> None:
-        """There is none: the held-out images of a fold choose nothing."""
+        """There is none: nothing is tuned on the held-out images of a fold."""
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
         """Return the mean of the probabilities of the folds."""
@@ -382,7 +382,7 @@ class Ensemble(Run):
 
 
 class OnnxRun(Run):
-    """An exported ONNX file, which has what `predict` needs of a run.
+    """An exported ONNX file with the attributes of a run that `predict` needs.
 
     Args:
         path: a file that `flatout export` has written.
@@ -417,7 +417,7 @@ class OnnxRun(Run):
 
     @cached_property
     def recipe(self) -> Recipe:
-        """What decides how images are read; nothing else in it means anything."""
+        """A recipe in which only the settings for reading images are valid."""
         found = self._metadata
         height, width = json.loads(found["image_size"])
         recipe = Recipe(
@@ -436,14 +436,14 @@ class OnnxRun(Run):
 
     @cached_property
     def task(self) -> "Task":
-        """What the answers mean, with the thresholds of the run."""
+        """The task, with the thresholds of the run."""
         from flatout.tasks import task_of
 
         return task_of(self.recipe, tuple(json.loads(self._metadata.get("thresholds", "[]"))))
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """Prediction sets; the temperature is in the file's computation."""
+        """The prediction sets; the file itself applies the temperature."""
         found = self._metadata
         if "set_thresholds" not in found:
             return None
@@ -462,7 +462,7 @@ class OnnxRun(Run):
         raise InputError(f"{self.path}: an ONNX file has no torch module; load the run that it was exported from")
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return the outputs of the file; logarithms of probabilities are logits."""
+        """Return the outputs of the file; logits are log-probabilities."""
         if tta:
             raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
         try:
@@ -478,10 +478,10 @@ class OnnxRun(Run):
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
-    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on.
+    """Read a run folder; its `model` is an ordinary torch module on the CPU, independent of the training device.
 
-    That of a cross-validation is an `Ensemble`. See `Run` for the arguments. `hf://USER/NAME`, or
-    `hf://USER/NAME@REVISION`, is downloaded from the Hugging Face hub into its cache.
+    A cross-validation is an `Ensemble`. See `Run` for the arguments. `hf://USER/NAME`, or `hf://USER/NAME@REVISION`, is
+    downloaded from the Hugging Face hub into its cache.
     """
     if is_published(path):
         path = download_run(str(path))

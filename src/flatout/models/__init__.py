@@ -1,1 +1,1 @@
-"""The classifiers: our own nets, timm's, the user's; their weights; which of their layers train."""
+"""The classifiers: our own nets, timm's, the user's; their weights; the layers that train."""

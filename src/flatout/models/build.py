@@ -1,4 +1,4 @@
-"""From a recipe to its model: built-in nets, timm's, a factory of the user's, or a module given in Python."""
+"""Build the model of a recipe: a built-in net, timm's, from a user's factory, or a module given in Python."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ _NETS = {
     "keras-resnet101": "KerasResNet101",
     "keras-resnet152": "KerasResNet152",
 }
-# `usable_size` tries so many multiples of the stride below the wanted size, and above it.
+# The numbers of multiples of the stride that `usable_size` tries below and above the wanted size.
 _SIZE_TRIALS = 4
 
 
@@ -51,14 +51,14 @@ def list_names() -> list[str]:
 
 
 def net_named(name: str) -> "Callable[..., nn.Module] | None":
-    """Return the constructor of a built-in net, from outputs, image size and channels; None for other names."""
+    """Return the constructor (outputs, image size, channels) of a built-in net; None for other names."""
     from flatout.models import nets
 
     return getattr(nets, _NETS[name]) if name in _NETS else None
 
 
 def default_shape(name: str) -> tuple[int, Size, int]:
-    """Return the classes, image size and channels that a model was published with."""
+    """Return the published classes, image size and channels of a model."""
     if net := net_named(name):
         parameters = inspect.signature(net).parameters
         classes, size, channels = (parameters[key].default for key in ("num_outputs", "image_size", "channels"))
@@ -77,7 +77,7 @@ def _published_config(name: str) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Check the name of a model: one of `list_names()`, of timm's, or the place of a factory.
+    """Check the name of a model: one of `list_names()`, one of timm's, or a factory.
 
     Raises:
         InputError: there is no such model; the message suggests the nearest one.
@@ -120,9 +120,9 @@ def build_model(
     Args:
         recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.
         num_classes: classes of the data; 0 in regression.
-        module: the model, where it was given in Python; a copy is returned.
+        module: the model, if given in Python; a copy is returned.
         allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
-        report: takes a sentence about outputs that are not logits.
+        report: receives a message about outputs that are not logits.
 
     Raises:
         InputError: there is no such model, it may not be called, or it does not fit the data or the recipe.
@@ -180,7 +180,7 @@ def copied(module: Any) -> "nn.Module":
         raise InputError(f"model: must be a torch module, a Keras 3 model or a name, not {module!r}")
     try:
         return copy.deepcopy(module).to("cpu")
-    except Exception as error:  # the content of a user's module may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise InputError(
             f"model: {type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
             "remove locks, open files, generators and results of earlier computations from it"
@@ -215,7 +215,7 @@ def quiet(library: str = "timm") -> Iterator[None]:
 
 
 def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
-    """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated.
+    """Call timm.create_model, with the image size if the model takes one, without translating errors.
 
     `weights` are those of the published network, or of another with as many outputs as `num_outputs`. timm adapts them
     to image size and channels, and downloads nothing.
@@ -224,7 +224,7 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
 
 
 def timm_call(recipe: Recipe, num_outputs: int) -> str:
-    """Return the source of the call that `create_timm` makes, without weights."""
+    """Return the source code of the call in `create_timm`, without weights."""
     with seeded(recipe.seed):
         _, options = _create_timm(recipe, num_outputs, None)
     words = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -253,12 +253,12 @@ def _create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None") ->
 
 
 def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
-    """Find the largest size up to `wanted` that a network of timm's takes with its published weights, or the next.
+    """Find the largest size up to `wanted` that a timm network supports with its published weights, or the next.
 
-    Weights take a size if no shape of theirs depends on it, or if timm resizes the tensors that do, such as position
-    embeddings. Where it cannot, the size is the published one. The ratio of height to width is kept if the network
-    takes a similar one; else the size is a square of about as many pixels. Networks that are not timm's are taken to
-    fit. Sizes are tried on torch's meta device, which computes shapes and no values.
+    Weights support a size if their shapes do not depend on it, or if timm resizes those that do, such as position
+    embeddings; otherwise the size is the published one. The ratio of height to width is kept if the network takes a
+    similar one; else the size is a square of about as many pixels. Other networks are assumed to fit. Sizes are tried
+    on torch's meta device, which computes shapes and no values.
     """
     if not model_name.startswith("timm:") or sides(wanted) == sides(default_shape(model_name)[1]):
         return wanted
@@ -278,7 +278,7 @@ def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
 
 
 class _SizeTrials:
-    """A network of its published size, and whether it and its weights take others.
+    """Tries other sizes of a network and its published weights.
 
     Attributes:
         published: the size of its weights.
@@ -311,7 +311,7 @@ class _SizeTrials:
         """Whether the network and its weights take images of a size."""
         if size == sides(self.published):
             return True
-        # Pixels that fill no patch would be left out.
+        # Pixels beyond the last full patch would be ignored.
         if any(side % patch for side, patch in zip(size, self._patch(), strict=True)):
             return False
         if size[0] < self._least[0] or size[1] < self._least[1]:
@@ -371,7 +371,7 @@ def _call_factory(recipe: Recipe, num_outputs: int) -> "nn.Module":
 
     name, sizes = recipe.model, {"image_size": recipe.image_size, "channels": recipe.channels}
     place = Path(name.rpartition(":")[0]).absolute().parent if ".py:" in name else Path.cwd()
-    # Modules of the folder can be imported, as with `python -m`, after all others.
+    # Modules of the current folder can be imported, as with `python -m`, with the lowest priority.
     sys.path.append(str(place))
     try:
         factory, parameters = _import_factory(name)
@@ -392,7 +392,7 @@ def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect
     try:
         if place.endswith(".py"):
             path = Path(place).absolute()
-            # Under a name of its own: `random.py` must not become Python's `random`.
+            # Under a unique name: `random.py` must not replace Python's `random`.
             spec = importlib.util.spec_from_file_location(f"flatout_user_{path.stem}", path)
             assert spec is not None
             assert spec.loader is not None

@@ -1,8 +1,7 @@
-"""Features, the input of a network's head: caught while it computes, and computed by ONNX Runtime on CPUs.
+"""Features, the input of a network's head: captured by hooks, and computed by ONNX Runtime on CPUs.
 
-ONNX Runtime computes networks that no longer change two to nine times as fast as torch's eager mode: it folds batch
-norms into convolutions, joins them with activations, and keeps channels in blocks that fit the processor's vectors
-(measured by `benchmarks/features.py`).
+ONNX Runtime computes frozen networks two to nine times as fast as torch's eager mode: it folds batch norms into
+convolutions, fuses activations, and blocks channels to fit vector registers (measured by `benchmarks/features.py`).
 
 Shape letters: B batch, F features, C channels, H height, W width, K outputs.
 """
@@ -27,33 +26,33 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 # More features than these are averaged in groups of neighbours, such as the pixels of a channel.
 MAX_FEATURES = 1024
-# Preparing ONNX Runtime takes as long as torch does for images of about so many pixels together.
+# Preparing ONNX Runtime takes as long as torch takes for about this many pixels in total.
 WORTHWHILE_PIXELS = 5_000_000
-# Images at once: their activations stay in the processor's cache. Twice as many are a fifth slower.
+# Images per batch: their activations fit the processor's cache. Twice as many are a fifth slower.
 BATCH = 8
-# Images whose features are compared with torch's: not two, as in the export, which could take that for a constant; and
-# few, since torch's first batch of 32 takes seconds.
+# Images whose features are compared with torch's: not two, as in the export, which could make that a constant; and few,
+# since torch's first batch of 32 takes seconds.
 COMPARED = 3
 # The largest difference from torch's output, as a share of its largest value.
 TOLERANCE = 1e-4
-# Measurements prepare the run, so the latest functions are kept, by key, until one of them is asked for again.
+# The latest functions, by key, until they are requested again: a run reuses those of measurements.
 _kept: dict[str, Function] = {}
 MAX_KEPT = 3
 
 
 class Features:
-    """Catches the input of the head; over several calls of the network, the mean of their features."""
+    """Captures the input of the head, averaged over several calls of the network."""
 
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
 
     def catch(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Keep the input of the head: a forward pre-hook."""
+        """Forward pre-hook that stores the input of the head."""
         if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].ndim > 1:
             self._seen.append(compact(arguments[0]))
 
     def take(self) -> torch.Tensor | None:
-        """Return the features float32 [B, F] since the last call; None where the head was not called."""
+        """Return the features float32 [B, F] since the last call; None if the head was not called."""
         seen, self._seen = self._seen, []
         return torch.stack(seen).mean(dim=0) if seen else None
 
@@ -64,7 +63,7 @@ def compact(x: torch.Tensor) -> torch.Tensor:
     if x.ndim == 3:
         x = x.mean(dim=1)
     x = x.flatten(2).mean(dim=2) if x.ndim > 3 else x
-    width = int(x.shape[1])  # a constant in a trace, whose division would round otherwise
+    width = int(x.shape[1])  # a constant in a trace, whose division would round differently
     group = -(-width // MAX_FEATURES)
     if group > 1:
         x = functional.pad(x, (0, -width % group)).unflatten(1, (-1, group)).mean(dim=2)
@@ -73,9 +72,9 @@ def compact(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
-    """Catch the features while `network`, the model or its last part, computes inside the block.
+    """Capture the features while `network`, the model or its last part, computes inside the block.
 
-    Nothing is caught where the model has several heads, or a head that `network` does not contain.
+    Nothing is captured if the model has several heads, or a head that `network` does not contain.
     """
     features = Features()
     try:
@@ -84,7 +83,7 @@ def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
     except (AttributeError, InputError, ValueError):
         yield features
         return
-    # Of a head with a norm or hidden layers, the last layer counts.
+    # In a head with a norm or hidden layers, the last layer counts.
     layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     hook = (layers[-1] if layers else head).register_forward_pre_hook(features.catch)
     try:
@@ -98,7 +97,7 @@ def frozen_network(
 ) -> Function:
     """Compile a network in evaluation mode, [B, C, H, W] to [B, ...], for the CPU.
 
-    Where ONNX Runtime cannot compute the network, or its first results differ from torch's, the network itself is
+    If ONNX Runtime does not support the network, or its first results differ from torch's, the network itself is
     returned.
 
     Args:
@@ -128,7 +127,7 @@ def frozen_network(
 
 
 class FrozenClassifier(Features):
-    """A classifier, or its last part, that no longer changes: through ONNX Runtime, prepared when it is first called.
+    """A frozen classifier, or its last part, in ONNX Runtime, which is prepared on the first call.
 
     Args:
         model: the classifier.
@@ -184,7 +183,7 @@ def _key(network: nn.Module, example: torch.Tensor, threads: int) -> str:
 def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
     """Export a network as an ONNX model for any number of images."""
     file = io.BytesIO()
-    # Two images, since tracing takes the number 1 for a constant; torch warns of Python's numbers in a trace.
+    # Two images, since tracing makes the number 1 a constant; torch warns of Python numbers in a trace.
     with torch.no_grad(), quiet("torch.onnx"):
         torch.onnx.export(
             network,
@@ -203,8 +202,8 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
 def _session(model: bytes, threads: int) -> Function:
     """Prepare an ONNX model to run; each thread computes images of its own.
 
-    Threads that share the operations of one batch would wait for each other after each of them, which costs most of the
-    speed where another process uses one of the cores. The bits do not depend on the number of threads either.
+    Threads that share the operations of one batch would synchronise after each, which is slow if another process uses
+    one of the cores. This way, results are also bitwise independent of the number of threads.
     """
     import onnxruntime
 

@@ -1,8 +1,7 @@
 """The end of a network: the logits it returns, and the linear layers that compute them from its features.
 
-Heads are found by computing: a layer is the head if the logits of two random images follow from its input. So a head
-may be a convolution, follow or precede the pooling, come after a norm or hidden layers, or be one of two whose logits
-are averaged.
+Heads are found numerically: a layer is the head if its input explains the logits of two random images. So a head may be
+a convolution, before or after the pooling, follow a norm or hidden layers, or be one of two whose logits are averaged.
 
 Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 """
@@ -25,7 +24,7 @@ from flatout.utils.errors import InputError, first_line
 
 Linear: TypeAlias = nn.Linear | nn.Conv2d
 
-# The error of 32-bit floats, in parts of the largest logit, from another order of sums.
+# The rounding error of float32 sums, relative to the largest logit.
 _TOLERANCE = 1e-4
 
 
@@ -34,7 +33,7 @@ class Head:
     """The layers of a model that compute its logits: their mean over layers, each of its own features.
 
     Attributes:
-        layers: names of linear layers or 1x1 convolutions; more than one where the model averages several heads.
+        layers: names of linear layers or 1x1 convolutions; more than one if the model averages several heads.
         widths: the number of features that each of them reads.
         outputs: K.
         has_bias: whether any of them has a bias.
@@ -59,10 +58,10 @@ class Head:
 
 
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
-    """Find the head of a classifier; None where its logits are not linear in the input of a layer of its head.
+    """Find the head of a classifier; None if its logits are not linear in the input of a layer of its head.
 
     The model computes two random images in evaluation mode, with random weights in its candidates: some networks start
-    with zeros, which any features explain. The model is not changed.
+        with zeros, which match any features. The model is not changed.
 
     Args:
         model: returns logits [B, K].
@@ -112,7 +111,7 @@ def _head_of(
     inputs: dict[str, list[torch.Tensor]],
     logits: torch.Tensor,
 ) -> Head | None:
-    """Take layers for a head if the logits are the mean of theirs."""
+    """Return layers as the head if the logits are the mean of theirs."""
     layers = [candidates[name] for name in names]
     features = [
         _averaged(inputs[name][0], isinstance(layer, nn.Conv2d)) for name, layer in zip(names, layers, strict=True)
@@ -135,7 +134,7 @@ def _head_of(
 def _computed(
     model: nn.Module, layers: dict[str, Linear], weights: dict[str, torch.Tensor], images: torch.Tensor
 ) -> tuple[dict[str, list[torch.Tensor]], Any]:
-    """Compute a model with other weights; return the inputs of layers, in the order of calls, and its output."""
+    """Run a model with other weights; return the inputs of layers, in call order, and its output."""
     names = {layer: name for name, layer in layers.items()}
     inputs: dict[str, list[torch.Tensor]] = {}
 
@@ -145,7 +144,7 @@ def _computed(
     hooks = [layer.register_forward_pre_hook(catch) for layer in layers.values()]
     try:
         return inputs, functional_call(model, weights, (images,), tie_weights=False)
-    except Exception:  # someone else's code may raise anything
+    except Exception:  # third-party code may raise anything
         return {}, None
     finally:
         _remove(hooks)
@@ -161,7 +160,7 @@ class FeatureNetwork(nn.Module):
         super().__init__()
         memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         memo |= {id(layer): _Skipped(layer) for layer in head.of(model)}
-        self.body = copy.deepcopy(model, memo).eval()  # no time is spent on the layers
+        self.body = copy.deepcopy(model, memo).eval()  # skip the computation of the layers
         self._layers = head.layers
         super().train(False)
 
@@ -170,7 +169,7 @@ class FeatureNetwork(nn.Module):
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the features of images, those of all layers side by side."""
+        """Return the features of images, concatenated over layers."""
         found: dict[nn.Module, torch.Tensor] = {}
         layers = [self.body.get_submodule(name) for name in self._layers]
 
@@ -218,12 +217,12 @@ def before_head(model: nn.Module, head: Head) -> Cut:
 def set_head(
     model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor, rows: Sequence[int] | None = None
 ) -> None:
-    """Let the logits of a model, or of its `HeadNetwork`, be `features @ weight.T + bias`.
+    """Make the logits of a model, or of its `HeadNetwork`, equal `features @ weight.T + bias`.
 
     Args:
         weight: [K, F], for the features of `FeatureNetwork`.
-        bias: [K]; zeros where no layer has one (`Head.has_bias`).
-        rows: the outputs that weight and bias are of, K of them; None for all. Others keep their weights.
+        bias: [K]; zeros if no layer has one (`Head.has_bias`).
+        rows: the K outputs of weight and bias; None for all. Others keep their weights.
     """
     chosen = slice(None) if rows is None else list(rows)
     layers = head.of(model)
@@ -280,7 +279,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 class _Skipped(nn.Module):
-    """Takes the place of a layer: passes on something of its output's shape."""
+    """Replaces a layer by a tensor of its output's shape."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
@@ -296,10 +295,10 @@ class _Skipped(nn.Module):
 
 
 def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, report: Callable[[str], None]) -> None:
-    """Check that a model takes the recipe's images, and let it return logits [N, num_outputs] alone, by a forward hook.
+    """Check that a model takes the recipe's images; by a forward hook, make it return logits [N, num_outputs].
 
-    Weights, statistics and mode of the model are not changed. `name` is for messages; `report` takes a sentence about
-    outputs that are left out or converted.
+    Weights, statistics and mode of the model are not changed. `name` is for messages; `report` receives a message about
+    outputs that are dropped or converted.
 
     Raises:
         InputError: the model fails on such images, or returns something else.
@@ -312,7 +311,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     try:
         with keep_modes(model), torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = [model.train(training)(images) for training in checked]
-    except Exception as error:  # someone else's code may raise anything
+    except Exception as error:  # third-party code may raise anything
         raise InputError(f"model {name!r} fails on {described}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         for buffer, value in buffers:
@@ -365,7 +364,7 @@ def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, si
         with keep_modes(model), torch.no_grad():
             logits = model.eval()(torch.zeros(2, recipe.channels, *sides(size), device=_device(model)))
         reason = "" if logits.shape == (2, num_outputs) else f"it returns {list(logits.shape)}"
-    except Exception as error:  # someone else's code may raise anything
+    except Exception as error:  # third-party code may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
         raise InputError(

@@ -1,7 +1,7 @@
 """Published weights as a file: in a cache of this host, downloaded into one, or in an installed package.
 
-Caches are shared with other tools: the Hugging Face cache and torch.hub's. `BACKBONES` is the choice of
-`run.photo_plan`.
+Caches are shared with other tools: the Hugging Face cache and torch.hub's. `BACKBONES` are the candidates of
+`train.photo_plan`.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 # The names of weights in timm's repositories on the Hugging Face hub, the best first.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-# Silence that ends a download from a URL; one from the hub ends after HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
+# Timeout of a silent download from a URL; for the hub it is HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
-# The time to connect to the hub where weights are available without it. A failure is remembered for a while, so that a
-# command that asks twice waits once.
+# Connection timeout of the hub if weights are available without it. A failure is cached for a while, so that a command
+# waits only once.
 _CONNECT_SECONDS, _RETRY_SECONDS = 1.0, 60.0
-# By the address of a hub and whether requests are forbidden: until when it is taken as unreachable, and why.
+# (Address of a hub, offline mode) -> until when it is considered unreachable, and why.
 _failures: dict[tuple[str, bool], tuple[float, str]] = {}
-# SHA-256 in file names: torch.hub's have the first digits, the Hugging Face cache names large files by all 64.
+# SHA-256 in file names: torch.hub uses the first digits, the Hugging Face cache all 64 for large files.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
 
 
@@ -49,7 +49,7 @@ class Backbone:
         top1: ImageNet accuracy at `image_size`, in percent.
         image_size: pixels on a side; convolutional networks take others too.
         mean, std: of the RGB channels, in 0..1: the normalisation that the weights expect.
-        package: the Python package with the weights, for hosts that cannot reach the hub; "" where there is none.
+        package: the Python package with the weights, for hosts that cannot reach the hub, or "".
     """
 
     model: str
@@ -119,7 +119,7 @@ class InstalledWeights:
 
 
 def installed_backbones() -> list[Backbone]:
-    """List the backbones whose weights are installed, from small to large; no file is opened."""
+    """List the backbones whose weights are installed, from small to large, without opening files."""
     return [backbone for backbone in BACKBONES if find_installed(backbone.model)]
 
 
@@ -144,14 +144,14 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
     """Find the file with the published weights of a model: safetensors or a torch checkpoint.
 
     These are searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files
-    copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Weights that
-    none of them has are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub
-    (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of
-    an installed package are used; then a hub that does not answer is given up after a second.
+    copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Otherwise
+    weights are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT,
+    HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of an installed
+    package are used; if there is one, the hub's timeout is a second.
 
     Args:
         model_name: `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
-        report: takes a sentence about a download or a package; terminals also show a progress bar.
+        report: receives a message about a download or a package; terminals also show a progress bar.
 
     Raises:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
@@ -185,7 +185,7 @@ def is_cached(model_name: str) -> bool:
 
 
 def _source(model_name: str) -> tuple[str, str]:
-    """Look up the repository on the hub and the URL of a model's weights; one of them may be empty."""
+    """Look up the repository on the hub and the URL of a model's weights; either may be empty."""
     repository = url = ""
     if model_name == "vgg16":
         url = VGG16_IMAGENET_URL
@@ -218,7 +218,7 @@ def _places(repository: str, url: str) -> Iterator[Path]:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether a file has another digest than its name; the Hugging Face cache links to files with such names."""
+    """Whether a file's digest differs from its name; the Hugging Face cache links to files named by digest."""
     digest = _DIGEST.search((path.readlink() if path.is_symlink() else path).name)
     if digest is None:
         return False
@@ -230,7 +230,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 def unreachable() -> str:
-    """Explain why the Hugging Face hub cannot be reached, found out within a second; "" if it can."""
+    """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
     address, is_offline = hub = _hub()
     reason = _recent_failure()
     if not reason:
@@ -253,7 +253,7 @@ def _recent_failure() -> str:
 def _connection_error(place: tuple[str, int]) -> str:
     """Try to connect to a host and port; return the error, or "".
 
-    Resolving a name has no timeout of its own, so all of it happens in a thread, which is left behind if it takes long.
+    Name resolution has no timeout, so a thread does everything, and is abandoned if it takes long.
     """
     failures: list[str] = []
 
@@ -270,7 +270,7 @@ def _connection_error(place: tuple[str, int]) -> str:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Return where connections to a server go: to it, or to the proxy of the environment or the system."""
+    """Return the host and port to connect to: the server, or the proxy of the environment or the system."""
     parts = urlsplit(address)
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
@@ -290,7 +290,7 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
             path.resolve().unlink()
             path.unlink(missing_ok=True)  # the link to it
             raise OSError("what arrived has another SHA-256 digest")
-    except Exception as error:  # huggingface_hub passes on the errors of its HTTP library, which differ by version
+    except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"
         what = f"{repository} for {model_name} from {_hub()[0]}" if repository else f"{url} for {model_name}"
@@ -306,7 +306,7 @@ def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     from huggingface_hub.utils import EntryNotFoundError
 
     def metadata(name: str) -> Any:
-        # Made once: hf_hub_download repeats a first request that gets no answer, for minutes.
+        # Checked once: hf_hub_download repeats an unanswered first request for minutes.
         return get_hf_file_metadata(hf_hub_url(repository, name), timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
     try:
@@ -320,7 +320,7 @@ def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
 
 @contextlib.contextmanager
 def without_xet() -> Iterator[None]:
-    """Download by plain HTTP, which keeps the timeouts: the client of Xet storage has its own, of minutes."""
+    """Download by plain HTTP, which respects the timeouts: the Xet client has its own, of minutes."""
     from huggingface_hub import constants
 
     before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
@@ -332,7 +332,7 @@ def without_xet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Leave the progress bars of huggingface_hub out of logs and pipes."""
+    """Disable the progress bars of huggingface_hub in logs and pipes."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():

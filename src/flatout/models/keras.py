@@ -1,6 +1,6 @@
 """Keras 3 models as torch modules, trained by the XLA engine.
 
-Keras is imported only once a model of it is given. Shape letters: B batch, H height, W width, C channels, K outputs.
+Keras is only imported when a Keras model is given. Shape letters: B batch, H height, W width, C channels, K outputs.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from torch import nn
 from flatout.models.layers import submodule
 from flatout.utils.errors import InputError
 
-# The real samples of the current batch, bool [B]; None where all are.
+# The real samples of the current batch, bool [B]; None if all are.
 _counted: ContextVar[Any] = ContextVar("counted", default=None)
 
 
 def is_keras(model: object) -> bool:
-    """Whether an object is a model of Keras 3; Keras is not imported to find out."""
+    """Whether an object is a Keras 3 model, without importing Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(model, getattr(keras, "Model", ()))
 
@@ -41,18 +41,18 @@ class Network(NamedTuple):
 
 
 class KerasModule(nn.Module):
-    """A Keras model whose trainable weights are parameters of torch, and the others buffers.
+    """A Keras model whose trainable weights are torch parameters, and the others buffers.
 
     The model is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. The
     module takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the
-    CPU, in evaluation, without gradients.
+    CPU in evaluation mode, without gradients.
 
     Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
-    loaded by `flatout.load(path, model=model)`, with any model of the same build.
+    loaded by `flatout.load(path, model=model)`, with any model of the same architecture.
 
-    Padding does not enter the statistics of BatchNormalization layers, except in layers of the user's own that contain
-    one. Keras starts JAX with the first weight, so simulated devices must be requested before, by
-    `JAX_NUM_CPU_DEVICES=8` in the environment.
+    Padding does not enter the statistics of BatchNormalization layers, except inside user-defined layers. Keras starts
+    JAX with the first weight, so simulated devices must be requested before, by `JAX_NUM_CPU_DEVICES=8` in the
+    environment.
 
     Raises:
         InputError: Keras does not run on JAX; or the model is not a Sequential or functional `keras.Model`, built, with
@@ -72,7 +72,7 @@ class KerasModule(nn.Module):
                 owner.register_buffer(last, value)
 
     def conventions(self, report: Callable[[str], None]) -> dict[str, Any]:
-        """Derive recipe keys from the model; `report` takes a sentence for each surprising one."""
+        """Derive recipe keys from the model; `report` receives a message for each surprising one."""
         model, left_out, keys = self._architecture.original, self._architecture.left_out, {}
         if model.output_shape[-1] == 1:
             keys["loss"] = "binary-cross-entropy"
@@ -100,7 +100,7 @@ class KerasModule(nn.Module):
         return torch.from_numpy(np.array(logits)).to(x_NCHW.device)
 
     def network(self, *, precision: str = "fp32") -> Network:
-        """Return the model for `stateless_call`, frozen where this module is; "bf16" computes in bfloat16."""
+        """Return the model for `stateless_call`, with the same frozen weights; "bf16" computes in bfloat16."""
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return self._architecture.network(frozen, precision)
 
@@ -112,13 +112,13 @@ class KerasModule(nn.Module):
         return outputs.clamp_min(torch.finfo(torch.float32).tiny).log() if left_out == "softmax" else outputs.logit()
 
     def to_keras(self) -> Any:
-        """Make a `keras.Model` like the original, its last activation included, with this module's weights."""
+        """Make a `keras.Model` like the original, including its last activation, with this module's weights."""
         model = _copied(self._architecture.original)
         self.write_to(model)
         return model
 
     def write_to(self, model: Any) -> None:
-        """Assign this module's weights to a Keras model of the same build."""
+        """Assign this module's weights to a Keras model of the same architecture."""
         values = self.state_dict()
         for name, variable in _named_weights(model).items():
             variable.assign(values[name].numpy())
@@ -135,7 +135,7 @@ def counting(mask_B: Any) -> Iterator[None]:
 
 
 class _Architecture:
-    """A Keras model apart from its weights; never changed, so copies of a module share it."""
+    """A Keras model without its weights; immutable, so copies of a module share it."""
 
     def __init__(self, model: Any) -> None:
         keras = _keras()
@@ -154,7 +154,7 @@ class _Architecture:
             raise InputError(f"model: ends in {self.left_out} over {shape[-1]} outputs; {need}")
         try:
             self.original = _copied(model)
-        except Exception as error:  # the user's own layers may raise anything
+        except Exception as error:  # user-defined layers may raise anything
             raise InputError(f"model: {model.name} cannot be copied ({type(error).__name__}: {error})") from error
         for own, given in zip(self.original.weights, model.weights, strict=True):
             own.assign(given.value)
@@ -216,7 +216,7 @@ def _own_layers() -> tuple[type, type]:
     keras = _keras()
 
     class CountingBatchNormalization(keras.layers.BatchNormalization):
-        """Normalises by the counted samples; Keras itself takes a mask of every position, channels last."""
+        """Normalises by the counted samples; Keras itself expects a mask of every position, channels last."""
 
         def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
             counted, ndim = _counted.get(), len(inputs.shape)
@@ -228,7 +228,7 @@ def _own_layers() -> tuple[type, type]:
             return super().call(inputs, training=training, mask=mask)
 
     class LeftOutSoftmax(keras.layers.Softmax):
-        """Hands its input on."""
+        """Passes its input through."""
 
         def call(self, inputs: Any, mask: Any = None) -> Any:
             return inputs
@@ -273,7 +273,7 @@ def _activation(model: Any) -> str:
 def _named_weights(model: Any) -> dict[str, Any]:
     """Name the weights of a model, each once.
 
-    Keras numbers layers without a name of their own through the whole process; here they are numbered in each model.
+    Keras numbers unnamed layers per process; here they are numbered per model.
     """
     named: dict[str, Any] = {}
     seen: set[int] = set()

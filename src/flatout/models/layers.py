@@ -1,4 +1,4 @@
-"""Layers of a model: its head, which layers train and how fast, and the frozen ones whose output can be cached."""
+"""Layers of a model: its head, trained layers, their learning rates, and frozen layers whose output can be cached."""
 
 import contextlib
 import copy
@@ -25,10 +25,10 @@ _RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multino
 
 
 def head_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the head of a classifier by module name: one module, or several where the model has several heads.
+    """Find the head of a classifier by module name: one, or several if the model has several heads.
 
     It is what the model's `get_classifier()` returns, and the classifiers in its `pretrained_cfg` (timm's conventions);
-    else the linear layer registered last; else the last module with parameters of its own.
+    else the linear layer registered last; else the last module that directly has parameters.
 
     Raises:
         InputError: the model has no parameters.
@@ -48,7 +48,7 @@ def head_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _other_classifiers(model: nn.Module, heads: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the classifiers of timm's configuration apart from these heads, such as an auxiliary one."""
+    """Find other classifiers in timm's configuration, such as an auxiliary one."""
     config = getattr(model, "pretrained_cfg", None)
     names = config.get("classifier") if isinstance(config, dict) else None
     others = {}
@@ -116,7 +116,7 @@ def layers_before_head(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module counts as a layer: it holds parameters or buffers itself, or is a leaf such as a pooling."""
+    """Whether a module counts as a layer: it has parameters or buffers itself, or is a leaf such as a pooling."""
     if _has_parameters(module, recurse=False) or list(module.buffers(recurse=False)):
         return True
     source = type(module).__module__.rpartition(".")[2]
@@ -139,9 +139,9 @@ def _matching(names: list[str], spec: str) -> set[str]:
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Compute the factor on the learning rate of each parameter, by name: `decay` for each group after its own.
 
-    The groups are those of `timm.optim.param_groups_layer_decay` where the model has timm's `group_matcher`. Elsewhere,
-    each module with parameters of its own begins a group, unless all of them are vectors, as in a norm: these belong to
-    the layer before. The head is the last group.
+    The groups are those of `timm.optim.param_groups_layer_decay` where the model has timm's `group_matcher`. Otherwise,
+    each module that directly has parameters begins a group, unless they are all vectors, as in a norm, which belongs to
+    the previous layer. The head is the last group.
     """
     if callable(group_matcher := getattr(model, "group_matcher", None)):
         from timm.models import group_parameters
@@ -171,7 +171,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_train_mode(model: nn.Module, norm: str = "global") -> None:
-    """Put a model in training mode, but its frozen modules in evaluation mode; all batch norms if norm = "frozen".
+    """Put a model in training mode, but its frozen modules in evaluation mode; also all batch norms if norm = "frozen".
 
     A frozen batch norm must not move its statistics, and the output of a frozen block must not vary with dropout.
     """
@@ -205,7 +205,7 @@ def keep_modes(model: nn.Module) -> Iterator[None]:
 
 
 def set_dropout(model: nn.Module, share: float) -> None:
-    """Let every dropout layer drop that share, 0 to 1; -1 leaves the model as it is.
+    """Set the rate, 0 to 1, of every dropout layer; -1 leaves the model unchanged.
 
     Only torch's dropout modules and those derived from them are found. Calls of `nn.functional.dropout` and stochastic
     depth keep their own shares.
@@ -250,10 +250,10 @@ class Cut:
 
 
 def cut_frozen_prefix(model: nn.Module) -> Cut | None:
-    """Cut off the longest prefix that is frozen and gives the same output every time; its output can be cached.
+    """Cut off the longest frozen and deterministic prefix, whose output can be cached.
 
     In torch.fx's graph, the cut is the last value that depends on nothing trained or random, and through which alone
-    all later values depend on the input (a dominator). None where there is none or the model cannot be traced.
+    all later values depend on the input (a dominator). None if there is none or the model cannot be traced.
 
     The model must be in training mode, with its frozen modules in evaluation mode.
     """
@@ -281,7 +281,7 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
 class _Tracer(fx.Tracer):
     """Keeps modules without children whole, such as timm's padded convolutions, whose code depends on shapes.
 
-    Batch normalisation is kept whole, too, also in subclasses with children: its mode decides whether it is frozen.
+    Batch normalisation is kept whole, too, also in subclasses with children: its mode determines whether it is frozen.
     """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -307,7 +307,7 @@ def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
             has_layer |= _has_parameters(modules[str(node.target)])
         elif node.op == "get_attr":
             has_layer = True
-        # `reach` is where an earlier value is last used: if not beyond this node, the rest needs this value alone.
+        # `reach` is the last use of earlier values: if it is not after this node, the rest needs only this value.
         if reach <= i and has_layer and node.op != "get_attr":
             best = i
         reach = max(reach, last_use[node])
@@ -333,7 +333,7 @@ def _is_fixed(node: fx.Node, model: nn.Module, modules: dict[str, nn.Module]) ->
 
 
 def _may_be_random(module: nn.Module) -> bool:
-    """Whether a module in training is dropout or alike, or runs code other than torch's, as stochastic depth does."""
+    """Whether a module in training is dropout or similar, or runs code other than torch's, such as stochastic depth."""
     is_plain = isinstance(module, (*_CONVOLUTIONS, *_BATCH_NORMS, nn.Linear))
     is_torchs = is_plain or type(module).__module__.startswith("torch.nn")
     return isinstance(module, _RANDOM_MODULES) or not is_torchs

@@ -180,7 +180,7 @@ class VGG16(Net):
 
 
 class FastCNN(nn.Module):
-    """A convolutional network that learns much with little computation, for small images and for few of them.
+    """A convolutional network that learns fast with little computation, for small images or small data sets.
 
     Layout, initialisation and scales are those of airbench (K. Jordan, arXiv 2404.00498): patches of whitened pixels,
     up to three blocks of two convolutions that start near the identity, large steps for biases, small logits. Logits
@@ -238,8 +238,8 @@ def _cosines(length: int) -> torch.Tensor:
     return torch.cos(torch.pi / length * (positions + 0.5) * positions[:, None])
 
 
-# Copies alone would carry the background of a digit, if it is the largest value, through all poolings, until a channel
-# is nearly constant. Normalised, it is rounding errors, whose gradient is thousands of times as large as the others'.
+# Pure copies would propagate a digit's background, if it is the largest value, through all poolings, until a channel is
+# nearly constant. After normalisation it is rounding errors, whose gradient is thousands of times the others'.
 COPIES_NOISE = 0.3
 
 
@@ -269,10 +269,10 @@ class _Norm(nn.BatchNorm2d):
 
 
 def _keras_resnet(num_outputs: int = 1000, image_size: Size = 224, channels: int = 3, *, depth: int) -> nn.Module:
-    """Build the ResNet of the paper, which Keras has: timm's, but a stage halves the image in its first convolution.
+    """Build the paper's ResNet, as in Keras: timm's, but with the stride in the first convolution of a stage.
 
-    Torch's and timm's halve it in the 3x3 convolution after it, so weights of one do not suit the other:
-    He et al. (https://arxiv.org/abs/1512.03385) against
+    Torch's and timm's have it in the 3x3 convolution, so their weights are incompatible: He et al.
+    (https://arxiv.org/abs/1512.03385) against
     https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_pytorch.
     """
     import timm

@@ -1,4 +1,4 @@
-"""Published or given weights into a model: from the hub, an installed package, a file or a folder."""
+"""Load published or given weights into a model: from the hub, an installed package, a file or a folder."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 # The deviation of the weights of a fresh last layer on loaded ones.
 _FRESH_DEVIATION = 0.01
-# The batch count of batch norm, which files older than PyTorch 0.4.1 lack, and which is not used here.
+# The batch count of batch norm, which is missing in files older than PyTorch 0.4.1, and not used here.
 _COUNT = ".num_batches_tracked"
 _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 
 
 def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Load the weights that a recipe names into its model. A last layer of another size starts fresh, and small.
+    """Load the recipe's weights into its model. A last layer of another size gets small random weights.
 
     Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
     `recipe.weights` is set, a file in any format that `convert.readers` knows, or a folder with one, such as a run.
-    timm adapts weights of its networks to another image size. `report` takes sentences on downloads and loaded weights.
+    timm adapts weights of its networks to another image size. `report` receives messages on downloads and loaded
+    weights.
 
     Raises:
         WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
@@ -62,7 +63,7 @@ def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     except InputError as error:
         if installed:
             raise InputError(f"{error}; the file is of {installed.origin}: {installed.fix}; or {FIX}") from error
-        # The Hugging Face cache has a link there; without the link alone, the same file would be found again.
+        # The Hugging Face cache has a link there; removing only the link would keep the damaged file.
         fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
         raise InputError(f"{error}; {fix}; or {FIX}") from error
 
@@ -72,7 +73,7 @@ def _timm_config(model: "nn.Module") -> Mapping[str, Any]:
 
 
 def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
-    """Start the last layers of the heads that were not loaded with small weights and no bias.
+    """Initialise last layers of heads that were not loaded with small weights and no bias.
 
     Some networks of timm's start with logits of several units, from which the first steps diverge.
     """
@@ -95,7 +96,7 @@ def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
 
 
 def _resized(model: "nn.Module", recipe: Recipe, source: SourceCheckpoint, path: Path) -> SourceCheckpoint:
-    """Let timm adapt weights of its networks to the image size, if they do not fit as they are."""
+    """Adapt weights of a timm network to the image size, if they do not fit."""
     if not recipe.model.startswith("timm:") or source.framework != "torch":
         return source
     own = model.state_dict()
@@ -109,7 +110,7 @@ def _resized(model: "nn.Module", recipe: Recipe, source: SourceCheckpoint, path:
 
 
 def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
-    """Infer the number of outputs of the network that weights are of."""
+    """Infer the number of outputs from weights."""
     names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
     last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
     config = _timm_config(model)
@@ -118,7 +119,7 @@ def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
 
 
 def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> dict[str, Any]:
-    """Let timm adapt the weights of a network to the image size and channels of a model.
+    """Adapt the weights of a timm network to the image size and channels of a model.
 
     A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
     others, timm would accept the weights of any network.
@@ -139,7 +140,7 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, outputs: int, p
 class Fitted(NamedTuple):
     """Loaded weights: the names of the model's tensors, and how the file's were found.
 
-    pairs: the model's layer -> the file's, where names differ.
+    pairs: the model's layer -> the file's, if names differ.
     """
 
     names: list[str]
@@ -163,9 +164,9 @@ def fit(
     Args:
         model: from `build_model`, on the CPU.
         sides: height and width of the model's images.
-        report: takes a sentence on the loaded weights.
+        report: receives a message on the loaded weights.
         mapping: see `convert.match.candidates`.
-        epsilon: likewise.
+        epsilon: see there.
 
     Raises:
         InputError: they do not fit; missing, unexpected and misshapen tensors are named.
@@ -230,9 +231,9 @@ def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
 
 
 def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
-    """Select the tensors that the model takes: all but those of layers of its head that have another size there.
+    """Select the tensors to load: all except those of head layers of another size.
 
-    So hidden layers of a head are taken, while the last one is of other classes.
+    So hidden layers of a head are loaded, even if the classes of the last layer differ.
     """
     own = model.state_dict()
     body, own_body = _without_head(tensors, model), _without_head(own, model)
@@ -249,8 +250,7 @@ def _layer(name: str) -> str:
 def _strip_prefixes(tensors: Tensors, own: Iterable[str], body: Collection[str]) -> Tensors:
     """Strip the prefixes of torch.compile, data-parallel wrappers and Lightning modules from names.
 
-    Where all weights of the model, or of its body, lie under one prefix, other tensors (of a loss, of metrics) are left
-    out.
+    If all weights of the model, or of its body, have one prefix, other tensors (of a loss, of metrics) are left out.
     """
     known = set(own)
     first = next(iter(body), "")

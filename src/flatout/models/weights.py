@@ -1,4 +1,4 @@
-"""Tensors on disk: safetensors files that appear whole or not at all, with a digest that reveals damage."""
+"""Tensors on disk: atomic safetensors files with a digest that detects damage."""
 
 import hashlib
 import json
@@ -25,8 +25,7 @@ _MAX_LISTED = 4
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks.
 
-    Tensors are written contiguous; one that is shared under two names is written twice. Raises what `write_atomically`
-    raises.
+    Tensors are written contiguous; one shared under two names is written twice. For exceptions see `write_atomically`.
     """
     import torch
     from safetensors import SafetensorError
@@ -47,7 +46,7 @@ def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
 
 
 def _sort_metadata(content: bytes) -> bytes:
-    """Make equal weights equal files: safetensors writes metadata in another order in every process.
+    """Make files of equal weights identical: safetensors orders metadata differently in every process.
 
     The format: eight bytes with the length of a JSON header, the header, the data.
     """
@@ -90,7 +89,7 @@ def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
 
 
 def damaged(path: Path, what: str, reason: object) -> InputError:
-    """Make the error for a file that its format's reader cannot follow."""
+    """Make the error for a damaged file."""
     return InputError(f"{path}: cannot be read as {what} ({one_line(reason)}); it is damaged or something else")
 
 
@@ -109,7 +108,7 @@ def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
 def differences(own: Tensors, tensors: Tensors) -> Differences:
     """List the tensors of a file that do not fit a model's, with shapes, by kind; empty kinds are left out.
 
-    "misshapen" are in both, "missing" in the model alone, "unexpected" in the file alone.
+    "misshapen" are in both, "missing" only in the model, "unexpected" only in the file.
     """
     shapes, given = ({name: list(t.shape) for name, t in state.items()} for state in (own, tensors))
     both = [name for name in shapes if name in given and shapes[name] != given[name]]

@@ -1,1 +1,1 @@
-"""Pictures and pages that show what a run achieved."""
+"""Pictures and pages about the results of a run."""

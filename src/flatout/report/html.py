@@ -1,4 +1,4 @@
-"""Pages that load nothing: templates beside this file, filled in, with pictures inside.
+"""Self-contained pages: filled-in templates of this folder with embedded pictures.
 
 The only script, which filters a table, is allowed by its hash. Templates escape all text from data (class names, paths,
 notes).
@@ -20,7 +20,7 @@ from flatout.utils.files import write_atomically
 from flatout.utils.style import shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
-SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the reader sees what the model saw
+SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the model's input is visible
 FILTER_SCRIPT = """
 document.querySelector("input[type=search]").addEventListener("input", event => {
   const wanted = event.target.value.toLowerCase();
@@ -47,13 +47,13 @@ def page(template: str, content: Mapping[str, Any]) -> str:
 
 
 def framed(html: str) -> str:
-    """Return a page in a frame, for notebooks: the page's style stays out of the notebook's."""
-    # IPython warns of what begins with a frame; its own, though, only shows addresses.
+    """Return a page in a frame, for notebooks: which isolates the page's style."""
+    # IPython warns about HTML that begins with a frame; its own IFrame only supports addresses.
     return f'<div><iframe srcdoc="{escape(html)}" style="width:100%;height:50em;border:0"></iframe></div>'
 
 
 def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:
-    """Write a page. Raises InputError where it cannot be written."""
+    """Write a page. Raises InputError if it cannot be written."""
     write_atomically(path, page(template, content).encode())
 
 
@@ -80,12 +80,12 @@ def encode(image_HWC: np.ndarray, *, pixels: int = THUMBNAIL_PIXELS) -> tuple[st
 
 
 def data_uri(kind: str, content: bytes) -> str:
-    """Return a file as an address that holds it."""
+    """Return a file as a data URI."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _breakable(text: str) -> Any:
-    """Return the text escaped; a line may end after characters that join words in names, but not within numbers."""
+    """Return the text escaped; lines may break after characters that join words, but not within numbers."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<=\S[_/-])(?=\w)|(?<=\.)(?=[^\W\d])", "<wbr>", str(escape(text))))

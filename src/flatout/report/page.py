@@ -1,6 +1,6 @@
-"""The report of a run: a single page that loads nothing, filled in from the files of the run folder.
+"""The report of a run: a self-contained page, made from the files of the run folder.
 
-Missing or damaged files are named in their place.
+Missing or damaged files are reported in their place.
 """
 
 import re
@@ -45,10 +45,10 @@ TIME_PARTS = {
     "other": ("everything else", "#c3cbd3"),
 }
 OTHER_COLOUR = TIME_PARTS["other"][1]
-# Files with lines "class, readable name", for classes that are called n01440764 or the like.
+# Files with lines "class, readable name", for classes such as n01440764.
 NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
 NAME_FILE_BYTES = 10_000_000
-# Parts of the time that took less are not listed: they would read "0.0 s".
+# Shorter parts of the time are not listed: they would read "0.0 s".
 MIN_SECONDS = 0.05
 
 
@@ -77,7 +77,7 @@ def _task(files: RunFiles) -> Task:
 
 
 def readable_names(files: RunFiles) -> list[str]:
-    """Return the class names to show: readable ones where a file in the run folder or beside the data has them."""
+    """Return the class names to show: readable ones if a file in the run folder or next to the data has them."""
     classes, data = files.summary.get("classes") or [], (files.recipe.get("data") or {}).get("path")
     for folder in (files.run, *([Path(data)] if data else ())):
         for path in (folder / name for name in NAME_FILES):
@@ -95,7 +95,6 @@ def readable_names(files: RunFiles) -> list[str]:
 
 
 def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
-    """Return everything that the template shows, by name."""
     summary, shown, task = files.summary, files.predictions, _task(files)
     rows = task.class_table(shown.predicted, shown.labels, names) if shown else []
     unanswered = int((~np.isfinite(shown.probabilities)).any(axis=1).sum()) if shown else 0
@@ -176,7 +175,7 @@ def _spread(summary: Mapping[str, Any], key: str) -> str:
 
 
 def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[str]]]:
-    """Return rows of a name, the report that it links to, and cells; the first row has the names of the columns."""
+    """Return rows of a name, the linked report, and cells; the first row has the column names."""
     wanted = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names)]
     keys = [key for key in wanted if key in (summary.get("mean") or {})]
     titles = [key.replace("valid_", "held-out ").replace("_", " ") for key in keys]
@@ -232,14 +231,14 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
 
 
 def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
+    """Return the most frequent mistakes; none if the confusion matrix shows the numbers."""
     if len(names) <= NUMBERS_UP_TO_CLASSES:
         return []
     return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
 
 
 def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first mistakes under the heatmaps of their answers."""
+    """Return the first mistakes with the heatmaps of their predictions."""
     if shown.heatmaps is None:
         return []
     images = centre(shown.images[shown.mistakes[: len(shown.heatmaps)]], *shown.heatmaps.shape[1:])
@@ -248,7 +247,6 @@ def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[
 
 
 def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Return name, colour, seconds and share of each part of the time."""
     parts = {name: finite(value) or 0.0 for name, value in (summary.get("time_seconds") or {}).items()}
     rest = (finite(summary.get("wall_seconds")) or 0.0) - sum(parts.values())
     if parts and rest > 0.01 * sum(parts.values()):
@@ -291,7 +289,7 @@ def _bytes(value: object) -> str | None:
 
 
 def _date(files: RunFiles) -> str:
-    """Return when the run ended: the summary's `date`, else when its figures were last written."""
+    """Return when the run ended: the summary's `date`, else the last modification of its metrics."""
     if date := str(files.summary.get("date") or ""):
         return date.replace("T", " ")[: len("2026-01-31 12:00")]
     source = next(name for name in (SUMMARY, METRICS) if (files.run / name).is_file())

@@ -28,12 +28,12 @@ SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
-# How much of a place of an image the colour of a heatmap covers at most.
+# Maximum opacity of a heatmap.
 OPACITY = 0.8
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
 MIN_ACCURACY_SPAN, MIN_LOSS_SPAN = 0.1, 0.25
-# Up to so many epochs, the training loss is drawn by steps: a few means of whole epochs make no curve.
+# Up to this many epochs, the training loss is drawn by steps: a few epoch means are not a curve.
 LOSS_BY_STEP_UP_TO_EPOCHS = 4
 
 
@@ -42,11 +42,11 @@ def draw_predictions(
 ) -> None:
     """Write a grid of images titled "actual / predicted", blue where right and red where wrong.
 
-    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels of the task; a class is -1 where the
-    model's output was not finite.
+    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels of the task; a class is -1 if the model's
+    output was not finite.
     """
     rows = max(1, math.ceil(len(images_MHWC) / GRID_COLUMNS))
-    # Of images that are not square, up to twice as high or wide.
+    # Images that are not square are up to twice as high or wide.
     shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
     height = rows * (CELL_INCHES * shape + 0.27) + 0.36
     right_M = task.is_right(predicted, actual)
@@ -73,11 +73,11 @@ def draw_predictions(
 
 
 def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
-    """Write loss and the task's metric per epoch as a PNG, and the learning rate below them where it changes.
+    """Write loss and the task's metric per epoch as a PNG, and the learning rate below them if it changes.
 
     Args:
         metrics: the lines of `metrics.jsonl`.
-        summary: the content of `summary.json`; the kept epoch and the losses by step are shown where it has them.
+        summary: the content of `summary.json`; the kept epoch and the losses by step are shown if present.
     """
     metric = task_named(summary.get("task")).metric_names[0]
     panels: Any = [["loss", metric]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
@@ -95,12 +95,12 @@ def curve_svg(metrics: Lines, summary: Mapping[str, Any], quantity: str) -> str:
 
 
 def as_svg(figure: "Figure", name: str) -> str:
-    """Return a figure as an SVG element whose colours are CSS variables; `name` is its own on the page."""
+    """Return a figure as an SVG element whose colours are CSS variables; `name` is unique on the page."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
-    # Elements are named by a fixed salt, not by a random one: equal runs have equal pages.
+    # Element ids use a fixed salt, so that equal runs have equal pages.
     with style.no_glyph_warnings(), rc_context({"svg.hashsalt": "flatout"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
@@ -127,7 +127,7 @@ def heat_scale(steps: int = 9) -> np.ndarray:
 
 
 def learning_rate_changes(metrics: Lines) -> bool:
-    """Return whether the learning rate differs between epochs."""
+    """Whether the learning rate differs between epochs."""
     return len({rate for line in metrics if (rate := finite(line.get("learning_rate"))) is not None}) > 1
 
 
@@ -182,7 +182,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
 
 
 def _loss_by_step(metrics: Lines, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return (epoch, training loss) by steps in a run of few epochs; empty in a long one, or where none were kept."""
+    """Return (epoch, training loss) by steps in a run of few epochs; empty in a long one, or if none were recorded."""
     if not metrics or len(metrics) > LOSS_BY_STEP_UP_TO_EPOCHS or not metrics[-1].get("step"):
         return []
     steps_per_epoch = metrics[-1]["step"] / metrics[-1]["epoch"]

@@ -1,4 +1,4 @@
-"""The stages of a run that starts from given weights: what became of which layers, and how long each stage took."""
+"""The stages of a run that starts from given weights: the trained layers and the time of each stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from flatout.utils.style import finite
 
 
 def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, layers and time of each stage, in words; the time is empty where a stage took none.
+    """Return name, layers and time of each stage, in words; the time is empty if a stage took none.
 
     Nothing is returned for a run in which all layers train from random weights.
 
     Args:
         summary: the content of `summary.json`.
-        recipe: nested plain values, those of the run when it ended.
+        recipe: nested plain values at the end of the run.
     """
     times = summary.get("time_seconds") or {}
     source = f"the weights {recipe['weights']}" if recipe.get("weights") else ""
@@ -38,7 +38,7 @@ def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[
 
 
 def _fitted(summary: Mapping[str, Any]) -> str:
-    """Return how many parameters the head has, where those alone were chosen by the run."""
+    """Return the number of parameters of the head, if only these were trained."""
     count = finite(summary.get("trained_parameters"))
     return f": {count:,.0f} parameters" if count and not summary.get("epochs_trained") else ""
 

@@ -1,4 +1,4 @@
-"""The part of the report on how far answers can be trusted: figures and charts."""
+"""The report's section on calibration: numbers and charts."""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -15,7 +15,7 @@ from flatout.utils.style import finite, shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A curve is drawn with so many points at most, and so many curves of single classes.
+# Maximum points of a curve, and maximum curves of single classes.
 POINTS, CURVES = 200, 40
 SET_COLUMNS = ("wanted", "sets with the right class", "sets of one class", "classes per set")
 
@@ -108,7 +108,7 @@ def _draw_precision(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 
 def _looks(curves: Sequence[Curve], area: str) -> list[tuple[Curve, dict[str, Any]]]:
-    """Return the curves with their looks: the main one, named with its area, and those of single classes."""
+    """Return the curves with their styles: the main one, labelled with its area, and those of single classes."""
     name = f"{shorten(curves[0].name, 24)}, area {getattr(curves[0], area):.3f}"
     main: dict[str, Any] = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": name}
     thin: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}

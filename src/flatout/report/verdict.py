@@ -1,4 +1,4 @@
-"""The verdict on a run: findings in plain sentences, each with advice; a rule yields none or one."""
+"""The verdict on a run: findings in plain sentences, each with advice; each rule yields at most one."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from flatout.utils.style import finite, shorten
 STANDARD_ERRORS = 2.0
 # A training loss above this share of ln K, the loss of uniform predictions, has hardly begun to fall.
 UNTRAINED_SHARE = 0.97
-# An accuracy this close to guessing is of no use, even where it cannot be luck.
+# An accuracy this close to guessing is useless, even if it is not luck.
 NEAR_CHANCE = 0.05
 # Fewer test images than this cannot tell luck from skill.
 MIN_TEST_IMAGES = 20
-# A model that has learnt its training images is well above guessing on them: by half, and by more than a usual gap.
+# A model that has learnt its training images is far above guessing on them: by half, and by more than a typical gap.
 LEARNT_FACTOR = 1.5
 # Learning rates with which most models train; SGD's as lr / (1 - momentum). Rates within a factor of two are not
 # called too high or too low.
@@ -31,7 +31,7 @@ OVERFITTING_GAP = 0.1
 SPLIT_GAP = 0.03
 # The lowest validation loss of several epochs is low by chance: a rise below a tenth, or of one epoch, means little.
 RISING_LOSS_FACTOR, RISING_LOSS_EPOCHS = 1.1, 2
-# Accuracy that the last quarter of the epochs must add to the quarter before: below this, more epochs gain little.
+# Minimum gain of accuracy from the third to the last quarter of the epochs: below it, more epochs gain little.
 STILL_IMPROVING = 0.01
 # Two epochs show no trend. Above this accuracy no advice is needed.
 FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
@@ -39,18 +39,18 @@ FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
 PHOTO_PIXELS = 64
 # The narrowest network of generated recipes.
 SMALLEST_MODEL = "fast-cnn-16"
-# A loss above twice ln K is worse than uniform predictions. In the first steps of a sound run it may be so, too.
+# A loss above twice ln K is worse than uniform predictions. It may also occur in the first steps of a sound run.
 DIVERGED_FACTOR = 2.0
 RECOVERED_FACTOR = 0.95
 # From a fifth of the time on, removing the wait for images gains more than most other tuning.
 INPUT_WAIT = 0.2
-# A class with fewer test images may go without a prediction by chance.
+# A class with fewer test images may never be predicted, by chance.
 MIN_CLASS_IMAGES = 5
 # Up to a ratio of about ten, training without class weights still learns the rare classes.
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
 HELP = "fewer epochs, augmentation"
-# What the rules look at, by task: accuracies exist only where each image has one class.
+# What the rules look at, by task: accuracies exist only in single-label tasks.
 CHECKED = {
     "single-label": "learning, overfitting, gaps between splits, number of epochs, class balance, waiting for images",
     "multi-label": "divergence, a rising loss, classes never predicted, class balance, waiting for images",
@@ -59,7 +59,7 @@ CHECKED = {
 
 
 def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
-    """Return the findings on a run, a sentence or two each, the gravest first; empty if there are none.
+    """Return the findings on a run, a sentence or two each, the most serious first; empty if there are none.
 
     Args:
         summary: the content of `summary.json`; figures may be missing, None or NaN. The lists `train_class_counts`,
@@ -75,9 +75,10 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
 
 
 def _margin(accuracy: float, count: float | None) -> float:
-    """Return how far an accuracy on so many images may be from that on others by chance alone.
+    """Return how far an accuracy on `count` images may deviate by chance.
 
-    Two right and two wrong answers are added (Agresti and Coull, 1998), so that few images are never certain.
+    Two right and two wrong predictions are added (Agresti and Coull, 1998), so that the margin of few images is never
+    0.
     """
     if not count:
         return 0.0
@@ -102,7 +103,7 @@ class _Run:
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
 
     def margin(self, split: str, accuracy: float) -> float:
-        """Return how far the accuracy on a split may be from that on other images by chance alone."""
+        """Return how far the accuracy on a split may deviate by chance."""
         return _margin(accuracy, self.summary.get(f"{'valid' if split == 'validation' else split}_count"))
 
     def counts(self, name: str) -> list[tuple[int, str]]:
@@ -143,7 +144,7 @@ def _at_chance(run: _Run) -> Iterator[str]:
     guess, how = 1 / classes, f"is chance for {classes} classes"
     is_balanced = run.recipe.class_weights == "balanced"
     if is_balanced and run.split == "test":
-        # Such a run does not aim at the share of right answers.
+        # Such a run does not maximise accuracy.
         accuracy = finite(run.summary.get("test_balanced_accuracy")) or accuracy
     elif counts and max(counts) / sum(counts) > 1.5 * guess:
         guess = max(counts) / sum(counts)
@@ -151,7 +152,7 @@ def _at_chance(run: _Run) -> Iterator[str]:
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
     finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
-        # Above chance, but hardly: the training loss shows more reliably whether anything was learnt.
+        # Barely above chance: the training loss shows more reliably whether anything was learnt.
         loss, uniform = finite(run.last.get("train_loss")), math.log(classes)
         is_untrained = loss is not None and UNTRAINED_SHARE * uniform < loss <= DIVERGED_FACTOR * uniform
         if is_untrained and accuracy <= guess + NEAR_CHANCE:
@@ -172,7 +173,7 @@ def _at_chance(run: _Run) -> Iterator[str]:
 
 
 def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
-    """Report numbers that explain nothing of the variance."""
+    """Report a regression that explains none of the variance."""
     for split, name in (("test", "test"), ("valid", "validation")):
         explained = finite(run.summary.get(f"{split}_r2"))
         if explained is not None:
@@ -219,7 +220,7 @@ def _overfitting(run: _Run) -> Iterator[str]:
 
 
 def _rising_loss(run: _Run) -> Iterator[str]:
-    """Report a held-out loss that has risen since its lowest epoch: the model grows too sure of wrong answers."""
+    """Report a held-out loss that has risen since its lowest epoch: the model is overconfident in its mistakes."""
     name, losses = "validation", run.history("valid_loss")
     if not losses:
         name, losses = "test", run.history("test_loss")
@@ -245,7 +246,7 @@ def _split_gap(run: _Run) -> Iterator[str]:
 
 
 def _more_epochs(run: _Run) -> Iterator[str]:
-    # A fitted head has a line, too, but took no epoch.
+    # A fitted head has a line, too, but is not an epoch.
     epochs, accuracy = sum(line["epoch"] > 0 for line in run.metrics), run.held_out
     if run.summary.get("stopped"):
         return

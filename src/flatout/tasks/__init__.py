@@ -1,4 +1,4 @@
-"""The tasks by name, and the one of a recipe."""
+"""Tasks by name, and the task of a recipe."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +17,12 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (SingleLabel, MultiL
 
 
 def task_named(name: object) -> Task:
-    """Return a task without a recipe, to show results; single-label for an unknown name."""
+    """Return a task without a recipe, for displaying results; single-label for an unknown name."""
     return TASKS.get(str(name), SingleLabel)()
 
 
 def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: float = 1.0) -> Task:
-    """Return the task of a recipe; one that is left to the data is taken for single-label."""
+    """Return the task of a recipe; `auto` is treated as single-label."""
     return TASKS["single-label" if recipe.task == "auto" else recipe.task](
         loss=recipe.loss,
         label_smoothing=recipe.label_smoothing,
@@ -35,7 +35,7 @@ def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: flo
 
 
 def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray | None:
-    """Return the weights of the classes in the loss, float32 [classes]; None where all have the same.
+    """Return the weights of the classes in the loss, float32 [classes]; None if all are equal.
 
     Raises:
         InputError: the recipe does not have one for each class, or names one that the data does not have.
@@ -57,15 +57,15 @@ def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence
 
 
 def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
-    """Return the main metrics of a split in words; `figures` has them as `summary.json` does, and `task`."""
+    """Return the main metrics of a split in words; `figures` are those of `summary.json`, including `task`."""
     return TASKS[figures["task"]].describe(split, figures)
 
 
 def with_task(recipe: Recipe, name: str) -> Recipe:
-    """Return a recipe with the task of the data, and a loss of that task where it has the default one.
+    """Return a recipe with the task of the data, and that task's loss in place of a default loss.
 
     Raises:
-        InputError: the recipe names another task, or asks for what makes no sense in this one.
+        InputError: the recipe has another task, or options that this task does not support.
     """
     task = TASKS[name]
     if recipe.task not in ("auto", name):

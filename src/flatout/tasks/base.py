@@ -1,4 +1,4 @@
-"""What the labels mean: a task has its losses, metrics and pictures in one file.
+"""The task protocol: losses, metrics and pictures of one kind of labels.
 
 Formulas on logits are torch, and pure, since the XLA engine exports them. Everything else is NumPy.
 
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A task; equal tasks compute alike.
+    """A task; equal tasks give equal results.
 
     Attributes:
-        loss, label_smoothing: as in the recipe; `is_balanced` is its `class_weights = "balanced"`.
-        label_mean, label_std: by which numbers are standardised.
-        thresholds: the least probability of each class that is predicted; empty for 1/2.
-        own_metrics: pairs of a name and a function of the user's, of labels and answers.
-        temperature: what logits are divided by before they become probabilities; see `numerics.calibration`.
-        name: as the recipe's `task`.
+        loss, label_smoothing: see the recipe; `is_balanced` is its `class_weights = "balanced"`.
+        label_mean, label_std: those of regression labels, which are standardised.
+        thresholds: the minimum probability at which each class is predicted; empty for 1/2.
+        own_metrics: pairs of a name and a user's function of labels and predictions.
+        temperature: the divisor of the logits; see `inference.calibration`.
+        name: the recipe's `task`.
         losses: the recipe's choices of `loss`, the default first.
         metric_names: the keys of `metrics`; the first one is drawn and printed.
         step_metric: the name of what `step_metrics` returns, on average.
         metric_title: the title of the curve of the first one.
         picture, mistakes_shown: headings and explanations of what `draw` and `mistakes` show, of `{split}` images.
-        explained: what the heatmap of a mistake speaks for.
+        explained: what the heatmap of a mistake explains.
         table_columns: the headings of `class_table`.
-        mixes_targets: whether targets are numbers, which are mixed before the loss; else two losses are.
+        mixes_targets: whether targets are mixed before the loss, since they are numbers; otherwise two losses are
+            mixed.
     """
 
     loss: str = ""
@@ -64,7 +65,7 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def check(recipe: Recipe) -> None:
-        """Raise InputError where a recipe asks for something that makes no sense in this task."""
+        """Raise InputError if a recipe has options that this task does not support."""
 
     @abstractmethod
     def num_outputs(self, classes: int) -> int:
@@ -76,26 +77,26 @@ class Task(ABC):
 
     @abstractmethod
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        """Return labels to measure the speed with."""
+        """Return random labels for measuring speed."""
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
         """Return float32 [classes] for `class_weights = "balanced"`."""
         raise NotImplementedError
 
     def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
-        """Return the weight of each sample in the loss, float32 [N]; None where all have the same."""
+        """Return the weight of each sample in the loss, float32 [N]; None if all are equal."""
         return None
 
     # --- formulas -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
-        """Return the loss of each sample, float32 [B]; sample weights are not in it."""
+        """Return the loss of each sample, float32 [B]; without sample weights."""
 
     def mixed(self, losses_of: Callable[[Any], Any], targets: Any, partners: Any, share_B: Any) -> Any:
-        """Return the losses of mixtures [B], where `share_B` is that of the partners: of mixed targets, linearly.
+        """Return the losses of mixtures, [B], linear in the partners' shares `share_B`.
 
-        Targets that are indices are not mixed, but their losses. Arrays are torch's or JAX's.
+        For targets that are indices, the losses are mixed instead. Arrays are torch's or JAX's.
         """
         if self.mixes_targets:
             share = share_B.reshape(-1, *[1] * (targets.ndim - 1))
@@ -131,13 +132,13 @@ class Task(ABC):
 
     @abstractmethod
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Return how wrong each answer is, float64 [N]: the plain loss of probabilities float64 [N, classes]."""
+        """Return the plain loss of each sample, float64 [N], from probabilities float64 [N, classes]."""
 
     def own(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the user's, by name.
+        """Return the user's metrics by name.
 
         Raises:
-            InputError: one raises an exception, or does not return a number.
+            InputError: a metric raises an exception, or does not return a number.
         """
         answers, found = self.decided(predicted), {}
         for name, function in self.own_metrics:
@@ -153,7 +154,7 @@ class Task(ABC):
 
     @abstractmethod
     def guessing_loss(self, classes: int) -> float:
-        """Return the loss of answers that do not depend on the image."""
+        """Return the loss of predictions that do not depend on the image."""
 
     @staticmethod
     @abstractmethod
@@ -165,19 +166,19 @@ class Task(ABC):
         return ""
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
-        """Return the task with what is chosen by the validation split: thresholds."""
+        """Return the task with thresholds tuned on the validation split."""
         return self
 
     def decided(self, predicted: np.ndarray) -> np.ndarray:
-        """Return the final answers, in the form of labels."""
+        """Return the final predictions, in the form of labels."""
         return predicted
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """Return `class`, `precision`, `recall`, `f1` and `support` of each class; empty where there are none."""
+        """Return `class`, `precision`, `recall`, `f1` and `support` of each class; empty if there are none."""
         return []
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
-        """Return the metrics that are computed only once, after training; of finite `probabilities`."""
+        """Return the metrics that are computed once, after training, from finite `probabilities`."""
         return {}
 
     def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -185,7 +186,7 @@ class Task(ABC):
         return []
 
     def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> "list[Curve]":
-        """Return the ROC and precision-recall curves; empty where there are none."""
+        """Return the ROC and precision-recall curves; empty if there are none."""
         return []
 
     @abstractmethod
@@ -196,11 +197,11 @@ class Task(ABC):
 
     @abstractmethod
     def text(self, label: Any, classes: Sequence[str]) -> str:
-        """Return a label, or an answer, in words."""
+        """Return a label, or a prediction, in words."""
 
     @abstractmethod
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-        """Return whether each answer is right, bool [N]; None where answers are only closer or less close."""
+        """Return whether each prediction is right, bool [N]; None in regression."""
 
     def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
         """Return a row for each class that has images, the worst first; the first cell is its name."""
@@ -211,20 +212,20 @@ class Task(ABC):
         """Return the positions of mistakes, int64, the worst first."""
 
     def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
-        """Return the probability of an answer; None where it has none."""
+        """Return the probability of a prediction, or None."""
         return None
 
     @abstractmethod
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
-        """Write the picture of all answers, `confusion.png`."""
+        """Write the picture of all predictions, `confusion.png`."""
 
 
-# Below this, a probability is taken for it, so that its logarithm is finite.
+# Lower bound of probabilities, so that logarithms are finite.
 MIN_PROBABILITY = 1e-12
 
 
 def refuse(recipe: Recipe, task: str, reasons: dict[str, tuple[Any, str]]) -> None:
-    """Raise InputError for the first key that has not the only value that makes sense; key -> (value, reason)."""
+    """Raise InputError for the first key without its only valid value; key -> (value, reason)."""
     flat = recipe.flat()
     for key, (value, reason) in reasons.items():
         if flat[key] != value:
@@ -237,8 +238,8 @@ class Curve:
 
     Attributes:
         name: of the class.
-        false_positive_rate, true_positive_rate, roc_auc: as `roc_curve` and `roc_auc_score` of scikit-learn have them.
-        recall, precision, average_precision: as `precision_recall_curve` and `average_precision_score`.
+        false_positive_rate, true_positive_rate, roc_auc: see `roc_curve` and `roc_auc_score` of scikit-learn.
+        recall, precision, average_precision: see `precision_recall_curve` and `average_precision_score`.
     """
 
     name: str
@@ -268,7 +269,7 @@ def curve(name: str, labels_N: np.ndarray, probabilities_N: np.ndarray) -> Curve
 
 
 def class_rows(answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return precision, recall and F1 of each class, as scikit-learn has them; 0 where they are not defined."""
+    """Return precision, recall and F1 of each class, as in scikit-learn; 0 if undefined."""
     from sklearn.metrics import precision_recall_fscore_support
 
     every = list(range(len(classes)))

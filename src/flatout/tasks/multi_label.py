@@ -1,4 +1,4 @@
-"""Any number of classes for each image, also none: one logit for each class, with a sigmoid.
+"""Multi-label classification: any number of classes per image, one sigmoid logit per class.
 
 Shape letters: N samples, B batch, V views, K classes.
 """
@@ -20,9 +20,9 @@ from flatout.utils.style import finite, shorten
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Without validation data, a class is predicted from this probability on.
+# The threshold without validation data.
 DEFAULT_THRESHOLD = 0.5
-# The picture shows so many classes at most, those with the lowest F1.
+# Maximum number of classes in the picture, those with the lowest F1.
 CLASSES_DRAWN = 40
 
 
@@ -45,7 +45,7 @@ class MultiLabel(Task):
 
     @staticmethod
     def check(recipe: Recipe) -> None:
-        """Nothing in a recipe is wrong for several labels."""
+        """Every recipe is valid for several labels."""
 
     def num_outputs(self, classes: int) -> int:
         return classes
@@ -75,7 +75,7 @@ class MultiLabel(Task):
         return losses_BK.mean(dim=1)
 
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return 1 where the decisions on all classes are right, at probability 1/2."""
+        """Return 1 if the decisions on all classes are right, at probability 1/2; else 0."""
         return ((logits_BK > 0) == (targets > 0.5)).all(dim=1).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
@@ -94,7 +94,7 @@ class MultiLabel(Task):
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return the mean average precision over the classes, and F1: the mean over the classes, and of all decisions.
 
-        As `average_precision_score` and `f1_score` of scikit-learn compute them; a class without images counts 0.
+        See `average_precision_score` and `f1_score` of scikit-learn; a class without images counts 0.
         """
         answers = self.decided(predicted)
         correct_K = (answers * labels).sum(axis=0, dtype=np.int64)
@@ -107,7 +107,7 @@ class MultiLabel(Task):
         }
 
     def guessing_loss(self, classes: int) -> float:
-        # Positive weights as large as the negatives are many at most double it.
+        # Positive weights that equal the ratio of negatives at most double it.
         return math.log(2) * (1 + self.is_balanced)
 
     @staticmethod
@@ -146,7 +146,7 @@ class MultiLabel(Task):
         return {"roc_auc": float(np.mean([one.roc_auc for one in found]))} if found else {}
 
     def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> list[Curve]:
-        """Return those of all decisions together, and of each class with and without images."""
+        """Return the curves of all decisions together, and of each class with both labels."""
         is_finite = np.isfinite(probabilities).all(axis=1)
         labels, probabilities = labels[is_finite], probabilities[is_finite]
         columns = [(name, labels[:, k], probabilities[:, k]) for k, name in enumerate(classes)]
@@ -178,7 +178,7 @@ class MultiLabel(Task):
         return order[(answers != labels).any(axis=1)[order]]
 
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
-        """Write precision, recall and F1 of each class as bars, the lowest F1 first; of many classes only the worst."""
+        """Write precision, recall and F1 of each class as bars, lowest F1 first; with many classes only the worst."""
         rows = sorted(self.per_class(answers, labels, classes), key=lambda row: row["f1"])[:CLASSES_DRAWN]
         figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
         axes = figure.add_subplot()
@@ -199,7 +199,7 @@ class MultiLabel(Task):
 
 
 def average_precision(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
-    """Return the mean of the precision over the positives, by falling probability; equal probabilities enter together.
+    """Return the mean of the precision over the positives, by falling probability; ties are counted together.
 
     0 without positives.
     """
@@ -219,7 +219,7 @@ def best_threshold(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
 
 
 def _curve(predicted_N: np.ndarray, labels_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each different probability from the highest: samples and positives that reach it, and itself."""
+    """Return for each distinct probability, descending: the samples and positives that reach it, and itself."""
     values = np.nan_to_num(predicted_N.astype(np.float64))
     order = np.argsort(-values, kind="stable")
     values = values[order]

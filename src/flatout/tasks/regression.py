@@ -1,7 +1,7 @@
 """A number for each image, such as an age or a price.
 
-Networks are trained on numbers with mean 0 and standard deviation 1, so that learning rates suit any unit; everything
-else is in the unit of the labels.
+Networks are trained on standardised numbers, so that learning rates suit any unit; everything else is in the unit of
+the labels.
 
 Shape letters: N samples, B batch, V views, K = 1 output.
 """
@@ -84,7 +84,7 @@ class Regression(Task):
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return the mean absolute error, and R², the share of the variance that is explained.
 
-        As `mean_absolute_error` and `r2_score` of scikit-learn compute them; R² of equal labels is 0.
+        See `mean_absolute_error` and `r2_score` of scikit-learn; R² of equal labels is 0.
         """
         error, actual = predicted.astype(np.float64) - labels, labels.astype(np.float64)
         total = float(np.square(actual - actual.mean()).sum())
@@ -146,7 +146,7 @@ def statistics(labels: np.ndarray) -> tuple[float, float]:
     """Return mean and standard deviation of the training labels.
 
     Raises:
-        InputError: all are equal.
+        InputError: all labels are equal.
     """
     mean, std = float(labels.mean(dtype=np.float64)), float(labels.std(dtype=np.float64))
     if not std > 0:

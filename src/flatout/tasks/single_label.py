@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-# Up to so many classes, the cells of a confusion matrix have numbers.
+# Up to this many classes, the cells of a confusion matrix have numbers.
 NUMBERS_UP_TO_CLASSES = 15
 LABELS_AT_MOST, LABEL_WIDTH = 51, 20
-# The k of the top-k accuracy, and so many confused pairs are listed at most.
+# The k of the top-k accuracy, and the maximum number of listed confused pairs.
 TOP, PAIRS = 5, 20
 
 
@@ -93,7 +93,7 @@ class SingleLabel(Task):
         return functional.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
 
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return 1 where the answer is right."""
+        """Return 1 if the prediction is right, else 0."""
         return (self.predicted(logits_BK) == targets).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
@@ -118,7 +118,7 @@ class SingleLabel(Task):
         logits = logits_VBK.float()
         if logits.shape[2] == 1:
             return averaged_sigmoid(logits)
-        # Any number may be added to the logits of a sample. With this one, their energy is the mean over the views.
+        # Logits are defined up to a constant, chosen here so that their energy is the mean over the views.
         return logits.log_softmax(2).logsumexp(0) - math.log(len(logits)) + logits.logsumexp(2).mean(0)[:, None]
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -148,7 +148,7 @@ class SingleLabel(Task):
         return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
 
     def selection_metric(self, metrics: dict[str, float]) -> float:
-        """See `Task.selection_metric`: as the classes are weighted in the loss."""
+        """See `Task.selection_metric`; classes are weighted as in the loss."""
         # Records of earlier versions have no balanced accuracy.
         return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 
@@ -156,7 +156,7 @@ class SingleLabel(Task):
         return class_rows(answers, labels, classes)
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
-        """Return the interval of the accuracy; of more than five classes the top-5 accuracy; of two the areas."""
+        """Return the interval of the accuracy; the top-5 accuracy for more than five classes; areas for two."""
         from sklearn.metrics import top_k_accuracy_score
 
         K = probabilities.shape[1]
@@ -172,7 +172,7 @@ class SingleLabel(Task):
         return found
 
     def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """See `Task.confused_pairs`; mistakes that were made once are left out."""
+        """See `Task.confused_pairs`; single mistakes are left out."""
         matrix_KK = confusion(answers, labels, len(classes))
         count_K = matrix_KK.sum(axis=1) + np.bincount(labels[answers < 0], minlength=len(classes))
         np.fill_diagonal(matrix_KK, 0)
@@ -185,7 +185,7 @@ class SingleLabel(Task):
         ]
 
     def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> list[Curve]:
-        """Return those of the second of two classes, where both have images."""
+        """Return the curves of the second of two classes, if both have images."""
         is_finite = np.isfinite(probabilities).all(axis=1)
         if len(classes) != 2 or len(np.unique(labels[is_finite])) != 2:
             return []
@@ -243,7 +243,7 @@ def averaged_sigmoid(logits_VBK: "Tensor") -> "Tensor":
 
 
 def confusion(answers: np.ndarray, labels: np.ndarray, K: int) -> np.ndarray:
-    """Return counts int64 [K, K], a row per actual class, without the answers that are not finite."""
+    """Return counts int64 [K, K], a row per actual class, without predictions that are not finite."""
     cells = labels[answers >= 0] * K + answers[answers >= 0]
     return np.bincount(cells, minlength=K * K).reshape(K, K)
 
@@ -252,7 +252,7 @@ def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) ->
     """Write the confusion matrix: counts [K, K], a row per actual class, a column per predicted class.
 
     A cell's colour is its share of the row, blue on the diagonal and red off it, on a square-root scale so that rare
-    mistakes can be seen; rows of classes without images are grey. Up to 15 classes the cells contain their counts;
+    mistakes are visible; rows of classes without images are grey. Up to 15 classes the cells contain their counts;
     beyond 51 only some classes are labelled.
     """
     from matplotlib.colors import to_rgb

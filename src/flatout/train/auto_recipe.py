@@ -1,7 +1,7 @@
-"""A recipe generated from the data, by simple rules that are printed with it.
+"""Generate a recipe from the data, by simple rules that are printed with it.
 
-It has one of three forms: photos start from published weights, or from weights that the user names; everything else
-trains `fast-cnn`, from random weights or the user's; a model that the user names gets settings that suit most models.
+There are three forms: photos start from published weights, or from weights that the user names; everything else trains
+`fast-cnn`, from random weights or the user's; a model that the user names gets settings that suit most models.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from flatout.utils.errors import InputError, WeightsUnavailable
 if TYPE_CHECKING:
     from flatout.models.hub import Backbone
 
-# From this ratio of the largest to the smallest class on, classes are weighted.
+# Classes are weighted from this ratio of the largest to the smallest on.
 UNBALANCED = 3.0
-# The widths of fast-cnn, and the one where nothing can be measured on a CPU.
+# The widths of fast-cnn, and the default when speed cannot be measured on a CPU.
 WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
-# Up to this width, by the number of classes, a FEWER-th of the epochs is enough. In a minute on Caltech 101, width 16
-# learns 0.37 in 27 epochs, width 32 0.49 in 22, and width 64 0.50 in 10; on two classes, all learn as much.
+# Up to this width, depending on the number of classes, a FEWER-th of the epochs is enough. In a minute on Caltech 101,
+# width 16 learns 0.37 in 27 epochs, width 32 0.49 in 22, and width 64 0.50 in 10; on two classes, all are equal.
 MIN_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
 # Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
 SHIFT_OF_PHOTOS = 16
-# The time that a run without a budget may take.
+# The time limit of a run without a budget.
 SECONDS = 600.0
 
-# By the number of training images: epochs that are enough, the most that are useful, and the batch size.
+# By the number of training images: sufficient epochs, the most useful epochs, and the batch size.
 ENOUGH_EPOCHS = ((5_000, 30), (20_000, 20), (2**63, 5))
 MAX_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
 BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
@@ -45,10 +45,10 @@ BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
 FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
 
-# Multiply-adds of a network that cannot be counted.
+# Assumed multiply-adds of a network when they cannot be counted.
 USUAL_OPERATIONS = 1_000_000_000
 
-# What a recipe that is measured has as it is, whatever the user chooses.
+# Values of recipes for measurements, whatever the user chooses.
 CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
 
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
@@ -70,15 +70,15 @@ def generate_recipe(
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
-        path: what the recipe names as its data.
-        changes: the keys that the user has chosen; they decide between the forms of the recipe.
+        path: the data path written into the recipe.
+        changes: the keys set by the user, which determine the form of the recipe.
         seconds: the time budget, which began at `began`, by time.perf_counter; None for none.
-        speeds: measures on the devices of the run; None where they are not at hand.
-        report: takes sentences about weights that were downloaded or could not be had.
-        fetch: whether published weights are found or downloaded; else the recipe takes them to be there.
+        speeds: measures on the devices of the run; None if they are not available.
+        report: receives messages about weights that were downloaded or are unavailable.
+        fetch: whether published weights are searched for or downloaded; else they are assumed to exist.
 
     Raises:
-        InputError: none of the images can be read, or weights that the user names cannot.
+        InputError: none of the images, or not the user's weights, can be read.
     """
     facts = measure_dataset(found, path, accelerated=accelerated, seconds=seconds, began=began)
     if "image_size" in changes:
@@ -98,7 +98,7 @@ def generate_recipe(
     else:
         recipe, reasons = _fast_cnn(facts, model, speeds and speeds.training)
     if facts.task != "single-label":
-        # It suits one class for each image.
+        # It suits single-label data.
         recipe["label_smoothing"] = 0.0
     if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
         recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
@@ -120,13 +120,12 @@ def generate_recipe(
 
 
 def _of_size(facts: DatasetStats, image_size: Any) -> DatasetStats:
-    """Return the facts with a given size of the images."""
     size = with_settings({"image_size": image_size}).image_size
     return replace(facts, size=size, side=side_of(size), is_size_given=True)
 
 
 def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
-    """Return `rate` for recipes with the user's changes, such as another batch size or precision."""
+    """Return a `rate` that measures recipes with the user's changes, such as batch size or precision."""
     measured = {key: value for key, value in changes.items() if key not in CHOSEN_BY_ADVICE}
     return lambda recipe, classes: rate(recipe.override(measured), classes)
 
@@ -134,7 +133,7 @@ def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
 def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
     """Return a recipe for fast-cnn, as airbench trains it (K. Jordan, arXiv 2404.00498)."""
     batch = facts.by_images(BATCHES)
-    # Small grey images are often symbols, which have no mirror images.
+    # Small grey images are often symbols, which must not be mirrored.
     augment: dict[str, Any] = {"flip": facts.channels == 3}
     pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
     augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
@@ -145,7 +144,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         "batch_size": batch,
         "label_smoothing": 0.1,
         "keep": "last",
-        # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST, more on photos.
+        # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST and more on photos.
         "tta": facts.side < PHOTO,
         "optimizer": {
             "name": "momentum",
@@ -159,13 +158,13 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         "augment": augment,
     }
     if facts.task == "regression":
-        # The gradients of squared errors grow with the errors: without a limit the first steps end all learning.
+        # The gradients of squared errors grow with the errors: without a limit, the first steps diverge.
         recipe["clip_norm"] = 1.0
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MAX_EPOCHS)
     seconds = facts.seconds or SECONDS
     training, speed, seen = _training_seconds(seconds), 0.0, enough
     if rate:
-        # The slowest that sees as many epochs as are enough within the time, or else the quickest.
+        # The slowest candidate with enough epochs within the time, or else the fastest.
         for size, width, epochs in _candidates(facts, model, enough):
             candidate = recipe | {"image_size": size, "model": f"fast-cnn-{width}"}
             measured = rate(facts.measured(candidate), facts.classes)
@@ -201,12 +200,12 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
 
 
 def _training_seconds(seconds: float) -> float:
-    """Return the part of a budget that is left for training after imports, measurements, evaluations and the report."""
+    """Return the seconds of a budget left for training, without imports, measurements, evaluations and report."""
     return max(0.95 * seconds - 15, seconds / 2)
 
 
 def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size, int, int]]:
-    """Return sizes of images and widths of fast-cnn, the quickest first, and the epochs that each is to see."""
+    """Return image sizes and widths of fast-cnn, the fastest first, and the epochs that each needs."""
     least = next(width for classes, width in MIN_WIDTHS if facts.classes <= classes)
     widths = (int(model.rpartition("-")[2]),) if model else WIDTHS
     few = [(width, enough // FEWER if width <= least else enough) for width in widths]
@@ -223,7 +222,7 @@ def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size
 def _from_published(
     facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
-    """Return a recipe for a network of timm's that the user names: from its published weights where they can be had."""
+    """Return a recipe for a timm network that the user names, from published weights if available."""
     try:
         return _from_backbone(facts, model, speeds, report, is_required)
     except WeightsUnavailable as error:
@@ -238,9 +237,9 @@ def _from_published(
 def _from_backbone(
     facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
-    """Return a recipe that starts from published weights; from random ones where those can neither be had nor must be.
+    """Return a recipe from published weights, or from random ones if those are unavailable and not required.
 
-    Without `report`, they are not searched for.
+    Without `report`, weights are not searched for.
     """
     from flatout.models import hub
     from flatout.models.hub import BACKBONES
@@ -251,7 +250,7 @@ def _from_backbone(
         return _fitted_head(facts, [_backbone_named(model)], speeds)
     reason = ""
     if report:
-        # The answer may take a second, and so does the import.
+        # Overlap the search with the import; both may take a second.
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(hub.unreachable)
             import timm  # noqa: F401
@@ -283,7 +282,6 @@ def _from_backbone(
 
 
 def _at_hand() -> "list[Backbone]":
-    """Return the networks whose weights are in a cache or in an installed package."""
     from flatout.models import hub
     from flatout.models.hub import BACKBONES, installed_backbones
 
@@ -292,7 +290,7 @@ def _at_hand() -> "list[Backbone]":
 
 
 def _backbone_named(model: str) -> "Backbone":
-    """Return a network of timm's that the user names, with the normalisation of its published weights."""
+    """Return a timm network that the user names, with the normalisation of its published weights."""
     import timm
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -322,7 +320,7 @@ def _backbone_named(model: str) -> "Backbone":
 
 
 def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds | None) -> Advice:
-    """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
+    """Return a recipe from the user's weights; those of a run contain their model and normalisation."""
     from flatout.models.convert.readers import find_file
     from flatout.models.weights import read_weights
 
@@ -336,7 +334,7 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
         if not facts.is_size_given and "image_size" in about:
             recipe["image_size"] = usable_size(name, json.loads(about["image_size"]), channels=facts.channels)
     else:
-        # The shapes of most small networks depend on the size of the images.
+        # The weight shapes of most small networks depend on the image size.
         if "image_size" in about and not facts.is_size_given:
             facts = _of_size(facts, json.loads(about["image_size"]))
         if name.startswith("fast-cnn"):
@@ -356,7 +354,7 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
 def _fitted_head(
     facts: DatasetStats, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = ""
 ) -> Advice:
-    """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
+    """Return a recipe that fits the head of a published network, and fine-tunes it if time permits."""
     from flatout.train.photo_plan import fine_tuning_of, plan_photos
 
     channels = 3 if facts.channels == 1 else facts.channels
@@ -407,12 +405,12 @@ def _fitted_head(
 
 
 def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
-    """Return mean and standard deviation of the channels, if the network has them for so many."""
+    """Return mean and standard deviation of the channels, if the network defines them for that number."""
     return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
 
 
 def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
-    """Return a recipe that fits the head first, and then trains layers in small steps."""
+    """Return a recipe that fits the head, then trains layers with a low learning rate."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
     batch = facts.by_images(((20_000, 32), (2**63, 64)))
     recipe: dict[str, Any] = {
@@ -437,7 +435,6 @@ def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
 
 
 def _any_model(facts: DatasetStats, model: str) -> Advice:
-    """Return a recipe for a model that the user names, from random weights."""
     epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
     if facts.side >= PHOTO:
         augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"

@@ -1,4 +1,4 @@
-"""`--minutes`: how many steps fit into a time budget, measured on the devices of the run and corrected meanwhile."""
+"""`--minutes`: the steps that fit into a time budget, measured on the run's devices and corrected during training."""
 
 import time
 from dataclasses import dataclass, replace
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
-# What pictures, the report and the end of the processes take, besides the last evaluation.
+# Seconds for pictures, the report and the end of the processes, without the last evaluation.
 REPORT_SECONDS = 6.0
-# What several processes take to end.
+# Seconds for several processes to end.
 RANKS_SECONDS = 4.0
-# The last evaluation keeps logits and features, which takes so many times as long.
+# Slowdown of the last evaluation, which keeps logits and features.
 KEEPING_FACTOR = 1.4
-# The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
+# The measurement: warm-up steps, which choose algorithms and allocate memory; then steps for this long.
 FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
-# The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
+# The remaining steps are replanned after each such share of the budget, if they are off by more than TOLERANCE.
 REPLAN_SHARE, TOLERANCE = 0.05, 0.02
-# Where the set-up took longer than planned, as on a busy machine, one epoch that takes at most so large a part of the
-# budget is trained all the same, if everything ends within so many budgets: the user gets a model.
+# If the set-up took longer than planned, as on a busy machine, one epoch of at most this share of the budget is still
+# trained, provided the run ends within this many budgets: the user gets a model.
 SHORT_EPOCH, LATEST_END = 0.1, 1.5
 
 
 @dataclass(kw_only=True)
 class Rates:
-    """Seconds of a training step, and of evaluating all held-out images once and the ones watched in training."""
+    """Seconds of a training step, of one evaluation of all held-out images, and of those evaluated during training."""
 
     step: float
     evaluate: float
@@ -48,7 +48,7 @@ class Budget:
     """The time budget of a run, from the user's command to its report.
 
     Args:
-        seconds: all of it.
+        seconds: the whole budget.
         began: the time of the command, by time.perf_counter.
     """
 
@@ -60,7 +60,7 @@ class Budget:
         self._first_done: int | None = None
 
     def plan(self, recipe: Recipe, done: int) -> tuple[Recipe, str]:
-        """Return the recipe with as many steps as fit, and a sentence about a late end; "" for none.
+        """Return the recipe with as many steps as fit, and a warning about a late end, or "".
 
         Raises:
             InputError: not even one epoch fits.
@@ -79,20 +79,20 @@ class Budget:
         return self._with_steps(recipe, total, done), late
 
     def fits_epoch(self) -> bool:
-        """Return whether there is time for an epoch, to a fifth."""
+        """Whether there is time for an epoch, within a fifth."""
         return self._fitting() >= 0.8 * self._steps
 
     def is_due(self) -> bool:
-        """Return whether to plan again; for the main process."""
+        """Whether to replan; for the main process."""
         return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds
 
     def replan(self, recipe: Recipe, done: int) -> Recipe:
-        """Return the recipe with another number of steps, if steps take longer or shorter than was planned."""
+        """Return the recipe with another number of steps, if steps are slower or faster than planned."""
         now = time.perf_counter()
         if self._first_done is None:
             self._first_at, self._first_done = now, done
         elif done > self._first_done:
-            # What checkpoints took is part of it.
+            # Includes the time of checkpoints.
             elapsed, evaluations = now - self._first_at, done // self._steps - self._first_done // self._steps
             training = max(elapsed - evaluations * self._rates.watch, elapsed / 2)
             self._rates.step = training / (done - self._first_done)
@@ -102,14 +102,14 @@ class Budget:
         return self._with_steps(recipe, max(total, done + 1), done) if is_off else recipe
 
     def _each(self) -> float:
-        """Return the seconds of a step and its part of the evaluation after each epoch."""
+        """Return the seconds of a step, and its share of the evaluation after each epoch."""
         return self._rates.step + self._rates.watch / self._steps
 
     def _fitting(self) -> int:
         return max(0, int((self._ends - time.perf_counter()) / self._each()))
 
     def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
-        """Return the recipe with another length from a step on; with the lengths before it, which repeat the run."""
+        """Return the recipe with a new length from a step on, and the earlier lengths, which repeat the run."""
         earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
         if done:
             earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))
@@ -119,16 +119,16 @@ class Budget:
 
 
 def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainContext, Budget | None]":
-    """Choose the number of steps by the time that some take, where the user has given a time budget.
+    """With a time budget, choose the number of steps from the measured time of some.
 
-    A fitted head is the result of a run that has no time for an epoch more: then there is no budget, and the context
-    has no epochs and no datasets.
+    If there is no time for an epoch, the fitted head is the result: no budget is returned, and the context has no
+        epochs and no datasets.
     """
     recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
     seconds = context.options.seconds
     if seconds is None or not context.datasets:
         return context, None
-    # Behind cached output, an evaluation is faster than the features were.
+    # With cached output, an evaluation is faster than the features were.
     rate = stage.record.images_per_second if stage and not stage.placed else None
     tta = recipe.tta and stage is not None
     rates = measure(context.engine, context.datasets, recipe, world, seconds, tta=tta, feature_rate=rate)
@@ -136,7 +136,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     done = progress.position(context.steps_per_epoch)
     # The main process's clock decides for all.
     if stage and not done and not world.broadcast_object(budget.fits_epoch()):
-        # Whatever `keep` says, the weights are those of the head that is evaluated.
+        # Whatever the value of `keep`, the weights are those of the evaluated head.
         stage.give(context.engine)
         log.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
         recipe = recipe.without_fine_tuning()
@@ -163,13 +163,13 @@ def measure(
     tta: bool = False,
     feature_rate: float | None = None,
 ) -> Rates:
-    """Take real steps and evaluate once, then go back to where the engine was; all ranks call this.
+    """Take real steps and evaluate once, then restore the engine; all ranks call this.
 
     Args:
         engine: at the state to train from.
-        seconds: the whole budget, of which the measurement takes a small share.
+        seconds: the whole budget; the measurement takes a small share of it.
         tta: whether each evaluation averages over views, not only the last.
-        feature_rate: images per second that the last evaluation reaches, where that is known.
+        feature_rate: images per second of the last evaluation, if known.
     """
     before = engine.snapshot()
     each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
@@ -199,13 +199,13 @@ def seconds_per_step(
     *,
     first_steps: int = FIRST_STEPS,
 ) -> float:
-    """Take real steps for about as long as given, and return the time of one on the slowest rank.
+    """Take real steps for about `seconds`, and return the time of one on the slowest rank.
 
-    If the first steps take longer, no other ones are taken.
+    If the first steps take longer, no others are taken.
     """
 
     def steps(count: int) -> float:
-        """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
+        """Return the mean seconds of `count` steps, at a learning rate close to 0."""
         train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:

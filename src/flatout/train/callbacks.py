@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """Information about a run before its first step.
 
     Attributes:
         path: the run folder.
         recipe: the complete recipe.
         classes: class names, in the order of the outputs.
         devices: the devices of all processes as a SPEC, such as `2xcpu`.
-        parameters: the number of the model's parameters.
-        epoch: how many epochs are already finished: 0, or more where a run continues from a checkpoint.
+        parameters: the number of model parameters.
+        epoch: finished epochs: 0, or more if a run continues from a checkpoint.
     """
 
     path: Path
@@ -40,13 +40,13 @@ class RunInfo:
 
 
 class Callback:
-    """Is called while a run trains; a subclass overrides what it needs.
+    """Hooks called during training; subclasses override those they need.
 
-    The methods are called in the process of rank 0 alone, at most once per epoch. Where devices have processes of their
-    own, the object is sent there by cloudpickle before the run starts, and its attributes are brought back after it;
-    what cannot be pickled, such as an open file, belongs in `on_start`, and is removed in `on_end`.
+    The methods are called in the process of rank 0 alone, at most once per epoch. If devices have processes of their
+    own, cloudpickle sends the object there before the run starts, and its attributes are copied back afterwards. Create
+    what cannot be pickled, such as an open file, in `on_start`, and delete it in `on_end`.
 
-    An exception ends the run with a `TrainingFailed` that names it. The weights and a checkpoint are kept. In a
+    An exception ends the run with a `TrainingFailed` that contains it. The weights and a checkpoint are kept. In a
     cross-validation every fold is a run that calls the methods.
     """
 
@@ -56,7 +56,7 @@ class Callback:
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> bool | None:
         """Called after each epoch, counted from 1; return True to end training here.
 
-        `metrics` is the line of `metrics.jsonl`: `train_loss`, `train_accuracy`, `valid_loss`, `valid_accuracy`,
+        `metrics` is a line of `metrics.jsonl`: `train_loss`, `train_accuracy`, `valid_loss`, `valid_accuracy`,
         `learning_rate`, `step`, `images`, `seconds`, `images_per_second`.
         """
 
@@ -73,7 +73,7 @@ def check_callback(callback: Any) -> Callback:
     """Return a callback given by a user.
 
     Raises:
-        InputError: it is none, or it has a method `on_...` that would never be called.
+        InputError: it is not a callback, or has an unknown `on_...` method.
     """
     name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
     if isinstance(callback, type) and issubclass(callback, Callback):
@@ -90,9 +90,9 @@ def check_callback(callback: Any) -> Callback:
 
 
 class CallbackRunner:
-    """The callbacks of a run. Every process makes this and calls its methods; without callbacks they do nothing.
+    """The callbacks of a run. Every process has a runner and calls its methods; without callbacks they do nothing.
 
-    Making it calls `on_start`.
+    The constructor calls `on_start`.
 
     Raises:
         CallbackFailed: a callback raised an exception; raised on every process.
@@ -116,7 +116,7 @@ class CallbackRunner:
         self._call("on_start", info)
 
     def epoch(self, line: dict[str, Any]) -> str:
-        """Call `on_epoch_end` with a line of metrics.jsonl; return why training ends here, or ""."""
+        """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
 
         def arguments() -> tuple[int, dict[str, Any]]:
             return line["epoch"], {key: value for key, value in line.items() if key != "epoch"}
@@ -124,7 +124,7 @@ class CallbackRunner:
         return self._call("on_epoch_end", arguments)
 
     def end(self, failure: Exception | None) -> Exception | None:
-        """Call `on_end`; return `failure`, or that of a callback."""
+        """Call `on_end`; return `failure`, or a callback's failure."""
         try:
             self._call("on_end", lambda: (read_summary(self._context.run_dir, {}),))
         except CallbackFailed as error:
@@ -144,12 +144,12 @@ class CallbackRunner:
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
-                # Each gets its own: one may change it.
+                # Each callback gets a copy, which it may change.
                 if getattr(callback, method)(*arguments()) is True:
                     ended = f"{name} ended training"
             except Exception as error:
                 if launched() is not None:
-                    # The traceback does not travel to the process that shows the message; this goes to the log.
+                    # The process that shows the message does not get the traceback; log it here.
                     traceback.print_exception(error, file=sys.stderr)
                 failure = CallbackFailed(f"the callback {name} raised {_describe(error)}")
                 failure.__cause__ = error
@@ -161,6 +161,6 @@ def _describe(error: Exception) -> str:
     """Return type and text of an exception, and the line of the callback that raised it."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
-    # The first frame is that of the call here.
+    # The first frame is our call.
     frame = frames[min(1, len(frames) - 1)]
     return f"{text} ({frame.filename}, line {frame.lineno})"

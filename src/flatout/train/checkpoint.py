@@ -25,14 +25,14 @@ _BEST = "best."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """All that a run needs to continue.
+    """Everything a run needs to continue.
 
     Attributes:
-        state: as `Engine.state` returns it, matching `progress`.
-        best: the same of `progress.best`; empty where there is none.
+        state: the engine's state at `progress`; see `Engine.state`.
+        best: the state of `progress.best`; empty if there is none.
         progress: the loop's position and results.
         recipe: the recipe of the run.
-        data: facts of the data (see `consistency.data_facts`); empty in checkpoints that were written without them.
+        data: facts of the data (see `consistency.data_facts`); empty in old checkpoints.
     """
 
     state: dict[str, Any]
@@ -42,7 +42,7 @@ class Checkpoint:
     data: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write a file into the run's `checkpoints/` atomically; of the others only the one before it is kept.
+        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept.
 
         Raises:
             TrainingFailed: the disk is full.
@@ -58,15 +58,15 @@ class Checkpoint:
         save_tensors(path, tensors, metadata)
         older = [other for other in newest_first(folder) if other.name < path.name]
         for other in newest_first(folder):
-            # Files that sort after this one are damaged: the run was resumed from an older one.
+            # Newer files are damaged: the run was resumed from an older one.
             if other not in (path, *older[:1]):
                 other.unlink()
 
     def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
-        """Check that a run can continue under a recipe and on some data: what shaped its first part shapes the rest.
+        """Check that a run can continue with a recipe and data.
 
         Args:
-            report: called with a sentence where the content of the data has changed.
+            report: called with a message if the content of the data has changed.
 
         Raises:
             InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def check_same(before: Recipe, now: Recipe) -> None:
-    """Raise InputError where a run is to go on with a recipe that differs in a key other than `FREE_KEYS`."""
+    """Raise InputError if the recipe of a continued run differs in a key other than `FREE_KEYS`."""
     flat = before.flat()
     for key, value in now.flat().items():
         if key not in FREE_KEYS and flat[key] != value:
@@ -97,11 +97,11 @@ def check_same(before: Recipe, now: Recipe) -> None:
 
 
 def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0) -> Checkpoint | None:
-    """Return the newest whole checkpoint; None where nothing was saved yet.
+    """Return the newest intact checkpoint; None if nothing was saved yet.
 
     Args:
         folder: the run's `checkpoints/`.
-        report: called with a sentence for each damaged file.
+        report: called with a message for each damaged file.
         since: older files are ignored; by time.time.
 
     Raises:
@@ -119,7 +119,7 @@ def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0)
 
 
 def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Recipe | None:
-    """Return the recipe of the run that is continued; None if nothing was saved yet. All ranks call this."""
+    """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
 
     def read() -> Recipe | None:
         if not (_is_continued(request) and newest_first(run_dir / run_files.CHECKPOINTS, _since(request))):
@@ -130,12 +130,12 @@ def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Re
 
 
 def restore(context: "TrainContext") -> Checkpoint | None:
-    """Load the newest whole checkpoint into the engine, if the run is continued.
+    """If the run is continued, load the newest intact checkpoint into the engine.
 
     All ranks call this; the main process reads the file.
 
     Returns:
-        The checkpoint without its tensors; None where nothing was saved yet.
+        The checkpoint without its tensors; None if nothing was saved yet.
 
     Raises:
         InputError: see `load_newest` and `Checkpoint.check_resumable`.
@@ -169,19 +169,19 @@ def restore(context: "TrainContext") -> Checkpoint | None:
 
 
 def note_jump(context: "TrainContext", progress: Progress, before: Recipe) -> None:
-    """Note that the learning rate jumps where a run is continued with another schedule than it had `before`."""
+    """Note that the learning rate jumps if a run continues with another schedule than `before`."""
     steps = context.steps_per_epoch
     if jump := describe_jump(before, context.recipe, progress.position(steps), steps):
         context.log.note(jump)
 
 
 def _is_continued(request: TrainRequest) -> bool:
-    """Return whether the run goes on from a checkpoint, if there is one, rather than starting."""
+    """Whether the run continues from a checkpoint, if there is one."""
     return request.options.resume or restart_count() > 0
 
 
 def _since(request: TrainRequest) -> float:
-    """Return from when on checkpoints are of this run: the run to overwrite may have left some."""
+    """Return the time from which checkpoints belong to this run: a run to overwrite may have left older ones."""
     return request.prepared_at if request.options.overwrite else 0.0
 
 
@@ -201,6 +201,6 @@ def _read(path: Path) -> Checkpoint:
 
 
 def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
-    """Return the files of the checkpoints in a folder; those older than `since`, by time.time, are ignored."""
+    """Return the checkpoint files in a folder, newest first, without those older than `since`, by time.time."""
     found = sorted(folder.glob("epoch-*.safetensors"), reverse=True)
     return [path for path in found if path.stat().st_mtime >= since]

@@ -1,4 +1,4 @@
-"""The claim of one process on a run folder: nobody else writes it until the process ends."""
+"""Exclusive use of a run folder by one process, until it ends."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from flatout.utils.errors import InputError, Stopped
 from flatout.utils.files import sweep_temporary_files, write_atomically
 from flatout.utils.host import process_place
 
-# What --overwrite removes: the files that a run writes, before the folders that hold them.
+# What --overwrite removes: the files that a run writes, then their folders.
 _FILES_OF_A_RUN = (
     f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
     run_files.CHECKPOINTS,
@@ -38,30 +38,30 @@ _FILES_OF_A_RUN = (
     run_files.SPLITS,
     run_files.REPORT,
 )
-# The start of a process is counted from that of the host, which corrections of the clock move.
+# Tolerance: a process's start is relative to the host's, which clock corrections shift.
 _CLOCK_SECONDS = 5.0
 _FOLDS = run_files.FOLD.format("[1-9]*")
 _OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
 
 
 def check(options: Options) -> None:
-    """Raise InputError where `claimed` will refuse the folder of a run on this host, before the data is looked at."""
+    """Raise InputError early, before the data is read, if `claimed` will refuse the run folder on this host."""
     if options.hosts.most == 1 and launched() is None:
         _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
 def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """Make a run folder if need be, and hold it while the context lasts.
+    """Create a run folder if necessary, and lock it while the context lasts.
 
-    A new folder goes again if it stays empty, or if wrong input or the user ends the run before anything was trained.
+    A new folder is removed if it stays empty, or if the run ends through wrong input or the user before training.
 
     Args:
         out: the folder; None for a new one under `runs/`, named by the job and the time.
         overwrite: replace the run in the folder, once `begin` is called.
 
     Raises:
-        InputError: another process holds the folder, it has other content, or it cannot be written.
+        InputError: another process uses the folder, it has other content, or it cannot be written.
     """
     _check_content(out, resume=resume, overwrite=overwrite)
     target = out or Path("runs/new")
@@ -79,7 +79,7 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
         try:
             yield folder
         except (InputError, Stopped, KeyboardInterrupt):
-            # Weights and checkpoints, also those of folds.
+            # Weights and checkpoints, including those of folds.
             if is_new and not any(folder.rglob("*.safetensors")):
                 with contextlib.suppress(OSError):
                     _remove_run(folder)
@@ -88,12 +88,12 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that holds a run folder, or held it when it or its host failed.
+    """The process that uses a run folder, or used it when it or its host failed.
 
     Attributes:
-        process: its number.
-        started: when it started, in seconds since 1970; 0 where an earlier version wrote the file.
-        place: the host, and the container, that it is on; empty where an earlier version wrote the file.
+        process: its PID.
+        started: its start in seconds since 1970; 0 in files of earlier versions.
+        place: its host and container; empty in files of earlier versions.
     """
 
     process: int
@@ -108,7 +108,7 @@ class Holder:
         return cls(process=os.getpid(), started=psutil.Process().create_time(), place=process_place())
 
     def is_alive(self) -> bool | None:
-        """Return whether the process lives; None where it is on another host, or may be."""
+        """Whether the process is alive; None if it is, or may be, on another host."""
         import psutil
 
         if self.place and self.place != process_place():
@@ -123,7 +123,7 @@ class Holder:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return the process that holds a run folder; None where none does."""
+    """Return the process that uses a run folder, or None."""
     try:
         words = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
         process, started, place = (*words, 0, "")[:3]
@@ -150,7 +150,6 @@ def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 
 
 def _remove_run(folder: Path) -> None:
-    """Remove what a run has written into its folder."""
     for path in (p for name in _OWN_FILES for p in folder.glob(name)):
         if path.is_file():
             path.unlink()
@@ -175,7 +174,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _make(out: Path | None, job: str) -> Path:
-    """Make the folder; a default name is one that nothing had before."""
+    """Make the folder; a default name is unique."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -193,7 +192,7 @@ def _make(out: Path | None, job: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system releases when the process dies."""
+    """Lock the folder; the system releases the lock when the process dies."""
     path = folder / run_files.LOCK
     with contextlib.ExitStack() as stack:
         while True:
@@ -206,7 +205,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 raise InputError(
                     f"{folder}: in use by process {process}; wait for it or choose another --out"
                 ) from None
-            # The last holder may have removed the file after it was opened here.
+            # The previous process may have removed the file after it was opened here.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     break

@@ -1,4 +1,4 @@
-"""What the phases of a run share on one rank, and how training ended."""
+"""The state that the phases of a run share on one rank, and how training ended."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainContext:
-    """What the phases of a run share on one rank. Of all this, only the engine changes.
+    """The state that the phases of a run share on one rank. Only the engine changes.
 
     Attributes:
-        request: what the user asked for.
-        recipe: complete, with the values that the data, the devices and the time budget decide.
+        request: the user's request.
+        recipe: complete, with the values that depend on the data, the devices and the time budget.
         run_dir: the run folder.
         world: the ranks of the run.
-        log: the sentences and the times of the run.
-        pack, splits: the data, and the images of each split.
+        log: the messages and the times of the run.
+        pack, splits: the data, and its splits.
         data_facts: classes and checksums of the data, for checkpoints.
         engine: the model on the devices of the run.
-        stage: the head that was fitted before the first step; None without one.
-        parameters, trained_parameters: of the model.
-        devices, device_count: of all ranks, as a SPEC and their number.
-        datasets: the splits on the devices; empty where nothing is trained.
+        stage: the head fitted before the first step, or None.
+        parameters, trained_parameters: their number in the model.
+        devices, device_count: the devices of all ranks, as a SPEC, and their number.
+        datasets: the splits on the devices; empty if nothing is trained.
     """
 
     request: TrainRequest
@@ -55,7 +55,7 @@ class TrainContext:
 
     @property
     def options(self) -> Options:
-        """How the recipe is run."""
+        """The options of the request."""
         return self.request.options
 
     @property
@@ -69,8 +69,8 @@ class Ended:
     """How training ended.
 
     Attributes:
-        reason: why it ended before the last epoch; "" if it did not.
-        failure: the same as an exception; None if training may end like that.
+        reason: why training ended early, or "".
+        failure: the exception; None if this is not a failure.
     """
 
     reason: str = ""

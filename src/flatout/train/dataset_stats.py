@@ -1,4 +1,4 @@
-"""What a generated recipe depends on: the data, the device and the time."""
+"""Statistics of the data, the device and the time that a generated recipe is based on."""
 
 import math
 import time
@@ -17,32 +17,32 @@ from flatout.utils.errors import InputError
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)
 LARGEST_ON_CPU, LARGEST_ON_GPU = 128, 224
-# Colour images from this many pixels on a side are taken for photos.
+# Colour images with at least this many pixels per side are considered photos.
 PHOTO = 64
-# Images have one shape if the ratios of nine in ten differ from the median by at most this factor. Up to the second
-# factor from a square, they are squashed to one.
+# Images have one shape if the ratios of nine in ten differ from the median by at most this factor. Images within the
+# second factor of a square are squashed to one.
 ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
 # Squashing changes images more than cropping where more than one in ten is longer than this.
 TOO_LONG = 2.0
-# Sides of images that are not square are multiples of what networks for photos reduce them by; small images of less.
+# Sides of images that are not square are multiples of the stride of networks for photos; smaller for small images.
 STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStats:
-    """What the recipe depends on: the data, the device, and the time.
+    """What a generated recipe depends on: the data, the device, and the time.
 
     Attributes:
-        path: what the recipe names as its data.
-        size: to train with; side: of a square of as many pixels; shape: how they were found.
-        resize: `data.resize`; why_resize: the reason, empty where all images have one size.
+        path: the data path written into the recipe.
+        size: the training size; side: that of a square with as many pixels; shape: the reason for the shape.
+        resize: `data.resize`; why_resize: the reason, empty if all images have one size.
         channels: 1 for grey, 3 for colour, else the number of bands.
-        task: what the labels are.
-        ratio: of width to height, 1 where images differ in shape or are nearly square.
-        images, classes: how many there are for training; every: images of all splits.
+        task: the task of the labels.
+        ratio: width / height; 1 if images differ in shape or are nearly square.
+        images, classes: their number in training; every: the number of images of all splits.
         balance: the ratio of the largest class to the smallest.
-        accelerated: whether an accelerator trains.
-        seconds: the time budget; None for none. ends: when it ends, by time.perf_counter.
+        accelerated: whether training uses an accelerator.
+        seconds: the time budget, or None. ends: its end, by time.perf_counter.
         is_size_given: whether the user has chosen the size.
     """
 
@@ -66,30 +66,30 @@ class DatasetStats:
 
     @property
     def is_photo(self) -> bool:
-        """Whether the images are taken for photos."""
+        """Whether the images are considered photos."""
         return self.channels == 3 and self.side >= PHOTO
 
     @property
     def suits_backbones(self) -> bool:
-        """Whether networks that were trained on photos know such images: photos, and large grey pictures."""
+        """Whether networks pre-trained on photos suit the images: photos, and large grey images."""
         return self.channels in (1, 3) and self.side >= PHOTO
 
     @property
     def left(self) -> float | None:
-        """Seconds of the time budget that are left; None without one."""
+        """Remaining seconds of the time budget, or None."""
         return None if self.ends is None else self.ends - time.perf_counter()
 
     def why_size(self, size: Size) -> str:
-        """Return the sentence about an image size."""
+        """Return the explanation of an image size."""
         colour = {1: "grey", 3: "colour"}.get(self.channels, f"{self.channels} channels")
         return f"image_size = {shown(size)}, {colour}: {self.shape}"
 
     def measured(self, recipe: dict[str, Any]) -> Recipe:
-        """Return a recipe to measure."""
+        """Return a recipe for measuring speed."""
         return from_dict({**recipe, "channels": self.channels, "task": self.task, "linear_probe": False})
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
-        """Return the entry of a table for the number of images."""
+        """Look up a table entry by the number of images."""
         return next(value for limit, value in table if self.images < limit)
 
 
@@ -104,7 +104,7 @@ def measure_dataset(
     """Measure the data; the image size suits the device. `began` is the start of the time budget.
 
     Raises:
-        InputError: none of the images sampled can be read.
+        InputError: none of the sampled images can be read.
     """
     largest, is_pack, resize = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash"
     if isinstance(found, DataSource) and found.kind == "pack":
@@ -156,12 +156,12 @@ def measure_dataset(
 
 
 def side_of(size: Size) -> int:
-    """Return the side of a square of as many pixels."""
+    """Return the side of a square with as many pixels."""
     return round(math.sqrt(math.prod(sides(size))))
 
 
 def of_shape(side: float, ratio: float) -> tuple[int, int]:
-    """Return height and width of about side * side pixels whose ratio of width to height is about `ratio`."""
+    """Return height and width with about side * side pixels and width / height about `ratio`."""
     stride, longer_by = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE, max(ratio, 1 / ratio)
     shorter = stride * max(1, round(side / math.sqrt(longer_by) / stride))
     longer = stride * round(shorter * longer_by / stride)
@@ -169,9 +169,9 @@ def of_shape(side: float, ratio: float) -> tuple[int, int]:
 
 
 def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int, str, str]:
-    """Return the usual length of the shorter side, number of pixels, ratio of width to height, and the channels.
+    """Return the typical shorter side, number of pixels, width / height, and number of channels.
 
-    The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
+    The ratio is 1 if images differ in shape. Also return `data.resize` and its reason.
     """
     from flatout.data.decode import read_header, read_headers
     from flatout.data.pixels import BadImage

@@ -38,8 +38,8 @@ class _Results:
 
     Attributes:
         evaluations: of the held-out splits, as far as the run was not terminated.
-        known: where the features of training images are; None where that is not known, or not wanted.
-        shown: the split whose answers are kept and shown; None without held-out images.
+        known: the distribution of training features; None if unknown or not wanted.
+        shown: the split whose predictions are saved and shown; None without held-out images.
     """
 
     evaluations: "dict[str, Evaluation]"
@@ -48,7 +48,7 @@ class _Results:
 
 
 def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
-    """Evaluate and write weights, summary, predictions, pictures and report. All ranks call this, the main one writes.
+    """Evaluate and write weights, summary, predictions, pictures and report. All ranks call this; the main one writes.
 
     Returns:
         `ended`, or the signal that ended the evaluation.
@@ -58,13 +58,13 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     results, ended = _evaluate(context, progress, ended)
     # All processes take part in these two.
     state, memory = context.engine.state(), _memory(context)
-    # No process ends before the run is whole.
+    # No process ends before the run is complete.
     context.world.from_main(lambda: _write(context, progress, results, ended, state, memory))
     return ended
 
 
 def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
-    """Return the head that was fitted, unless fine-tuning has made something better."""
+    """Return the fitted head, unless fine-tuning has improved on it."""
     is_best = progress.best and not progress.best_epoch
     return context.stage if not progress.history or is_best else None
 
@@ -72,7 +72,7 @@ def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
 def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[_Results, Ended]:
     recipe, splits, log, control = context.recipe, context.splits, context.log, context.world.control
     head, is_fold = _kept_head(context, progress), recipe.data.fold > 0
-    # The answers of a fold that are kept are those to its held-out images.
+    # A fold saves the predictions for its held-out images.
     wanted = ("valid", "test") if is_fold else ("test", "valid")
     shown = next((name for name in wanted if name in splits), None)
     is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
@@ -83,12 +83,12 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
         log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
     stopped = ended.failure if isinstance(ended.failure, Stopped) else None
     if stopped:
-        # The signal that ended training reaches some ranks only now.
+        # Some ranks receive the signal that ended training only now.
         control.stop_signals = Flag.TERMINATE
     evaluations: dict[str, Evaluation] = {}
     known, began = None, time.perf_counter()
     try:
-        # Whoever terminates a run does not wait for an evaluation.
+        # A terminated run skips the evaluation.
         if not (stopped and stopped.signal_number == signal.SIGTERM):
             if is_trusted:
                 known = head.known if head else _known_features(context)
@@ -111,11 +111,11 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
 
 
 def _known_features(context: TrainContext) -> FeatureStats | None:
-    """Return where the features of training images are: the same numbers on all ranks."""
+    """Return the distribution of training features, identical on all ranks."""
     train = context.datasets["train"]
     some = feature_samples(train.samples, len(context.pack.classes))
     placed = train if len(some) == len(train.samples) else context.engine.place(some)
-    # Where the network is large, as behind a fitted head, the images themselves show enough.
+    # With a large network, as behind a fitted head, unaugmented images are enough.
     found = placed.evaluate(keep_features=np.array, tta=context.recipe.tta and context.stage is None)
     return context.world.from_main(lambda: FeatureStats.of(found.features, found.labels))
 
@@ -128,12 +128,11 @@ def _write(
     state: dict[str, Any],
     memory: dict[str, int | None],
 ) -> None:
-    """Write all files of a run."""
     evaluations, classes, shown = results.evaluations, context.pack.classes, results.shown
     is_fold, task = context.recipe.data.fold > 0, context.engine.task
     is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
     found = Calibration.fit(results.known, evaluations["valid"]) if is_trusted else None
-    # The images of a fold choose nothing.
+    # Nothing is tuned on the images of a fold.
     if "valid" in evaluations and not is_fold:
         task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
         task = replace(task, temperature=found.temperature if found else 1.0)
@@ -186,7 +185,7 @@ def _write_report(context: TrainContext, summary: dict[str, Any], progress: Prog
 
 
 def _memory(context: TrainContext) -> dict[str, int | None]:
-    """Return the host memory of all processes together, and the most of any device."""
+    """Return the host memory of all processes together, and the maximum over devices."""
     peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
@@ -196,7 +195,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", f
     from flatout.models.weights import save_tensors
 
     recipe = context.recipe
-    # Averaged weights take the place of the last ones.
+    # Averaged weights replace the last ones.
     tensors = {
         name.removeprefix(prefix): value
         for prefix in ("model.", "ema.")
@@ -229,7 +228,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", f
 def _summary(
     context: TrainContext, progress: Progress, results: "dict[str, Evaluation]", ended: Ended
 ) -> dict[str, Any]:
-    """Return the content of summary.json; `results` are those of the run, with thresholds and temperature."""
+    """Return the content of summary.json; `results` include thresholds and temperature."""
     from flatout.engine.devices import machine
 
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
@@ -237,7 +236,7 @@ def _summary(
     record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
     trained_parameters = context.trained_parameters
     if context.stage and not progress.history:
-        # The run has chosen the parameters of the head alone.
+        # The run has trained the head's parameters only.
         fitted = context.stage.fitted
         trained_parameters = fitted.weight.size + fitted.bias.size * context.stage.head.has_bias
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
@@ -301,14 +300,14 @@ def _summary(
 
 
 def _communication(progress: Progress) -> float | None:
-    """Return the share of the training time spent on adding up; None where the device does that by itself."""
+    """Return the share of training time spent in all-reduce; None if the device does that itself."""
     if not progress.train_seconds or not np.isfinite(progress.communication_seconds):
         return None
     return progress.communication_seconds / progress.train_seconds
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of what determines results."""
+    """Return the versions of Python and of the packages that determine results."""
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
     return {"flatout": __version__, "python": platform.python_version(), **installed(*packages)}
 

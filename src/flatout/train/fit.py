@@ -43,16 +43,17 @@ def fit(
 ) -> Run:
     """Train a classifier and return the run.
 
-    A module or Keras model given is trained: afterwards it has the weights of the run, and a module is in evaluation
-    mode on the CPU. This holds for several devices too. After an error or an interruption it is as it was before;
+    A module or Keras model passed in is trained: afterwards it has the weights of the run, and a module is in
+        evaluation mode on the CPU. This applies to several devices too. After an error or an interruption it is
+        unchanged;
     `flatout.load(out, model=model).model` then loads what was trained. With `folds=K` (cross-validation) copies are
-    trained, the model given stays as it was, and the run is an `Ensemble`.
+    trained, the model is unchanged, and the run is an `Ensemble`.
 
     Args:
         model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
-            `file.py:factory`; None for the job's model, or one that suits the data.
+            `file.py:factory`; None for the job's model, or one chosen for the data.
         data: a path; images as an array, with `labels`; a pair (images, labels), or a dict or tuple of such pairs for
-            train, valid and test; torch data sets and DataLoaders in the same way. None for the job's data.
+            train, valid and test; the same with torch data sets and DataLoaders. None for the job's data.
         labels: the labels of `data`, if that is an array of images.
         validation_data: a pair or a data set for validation.
         job: a built-in job, a recipe file or a Recipe to start from; by default a recipe is made for the data.
@@ -63,24 +64,24 @@ def fit(
         resume: continue the run in `out`.
         overwrite: replace the run in `out`.
         cache: keep the decoded images for the next run.
-        restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
-        hang_timeout: seconds without progress, as in a callback, after which a rank of several is ended.
+        restarts: how often the ranks of several devices restart from the newest checkpoint after losing one.
+        hang_timeout: seconds without progress, as in a callback, after which one of several ranks is ended.
         minutes: train as many steps as fit into this time, from this call to the report.
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
             `mlflow`.
-        metrics: functions of labels and answers, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict by
-            name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
+        metrics: functions of labels and predictions, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict
+            by name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
         transform: a function of one training image, float32 [C, H, W] in 0..1, augmented, on the device; or several.
-            Each is called anew in every epoch and returns a changed image; validation and test images stay as they
-            are. Only the torch engine has them.
+            Each is called in every epoch and returns a changed image; validation and test images are not changed. Torch
+            engine only.
         batch_transforms: functions of training images, float32 [B, C, H, W], augmented and normalised, on the device;
-            each returns changed images. Only the torch engine has them.
+            each returns changed images. Torch engine only.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
-            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`. Objects
-            of torch stand for keys: `optimizer=torch.optim.RAdam`, `loss=nn.CrossEntropyLoss(label_smoothing=0.1)`.
-            `loss` may also be a function of logits and targets that returns a loss for each image, [B], on the torch
-            engine.
+            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`. Torch
+            objects are accepted as well: `optimizer=torch.optim.RAdam`,
+            `loss=nn.CrossEntropyLoss(label_smoothing=0.1)`. `loss` may also be a function of logits and targets that
+            returns a loss for each image, [B], on the torch engine.
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.

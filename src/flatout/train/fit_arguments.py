@@ -1,4 +1,4 @@
-"""What callers of `flatout.fit` write, in terms of recipe keys and data."""
+"""Convert the arguments of `flatout.fit` to recipe keys and data."""
 
 import dataclasses
 import functools
@@ -32,10 +32,10 @@ def check_names(arguments: Mapping[str, Any], function: Callable[..., Any]) -> N
 
 
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted recipe keys for the keyword arguments of `fit`.
+    """Convert the keyword arguments of `fit` to dotted recipe keys.
 
     A section is a `flatout.Optimizer` or the like, a dict, or its name (`optimizer="adam"`). The last part of a dotted
-    key will do where only one ends in it: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
+    key is enough if it is unique: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
     """
     changes: dict[str, Any] = {}
     for key, value in _without_objects(arguments).items():
@@ -44,7 +44,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
             value = Augment()
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
-        elif hasattr(value, "item") and not getattr(value, "shape", ()):  # a number of NumPy or torch
+        elif hasattr(value, "item") and not getattr(value, "shape", ()):  # a NumPy or torch number
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         elif key in _OBJECTS and not isinstance(value, str | Mapping):
             raise InputError(f"{key} = {value!r}: {_OBJECTS[key]}")
@@ -61,7 +61,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with recipe keys in place of torch's optimizers and losses and of dicts of class weights."""
+    """Replace torch's optimizers and losses, and dicts of class weights, by recipe keys."""
     given = dict(arguments)
     optimizer = given.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str | Mapping | Optimizer):
@@ -71,19 +71,19 @@ def _without_objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if twice := keys.keys() & (given.keys() - {"loss"}):
             raise InputError(f"{twice.pop()}: is given twice, also by the loss")
         given |= keys
-    # Keras has it in the singular.
+    # Keras uses the singular.
     for name in [name for name in ("class_weight", "class_weights") if isinstance(given.get(name), Mapping)]:
         given["class_weights"] = class_weights_of(given.pop(name))
     return given
 
 
 def is_own_loss(loss: Any) -> bool:
-    """Whether a loss is a function, or a module, that no recipe key stands for."""
+    """Whether a loss is a function or module without a recipe key."""
     return callable(loss) and not isinstance(loss, type) and loss_keys(loss) is None
 
 
 def loader_batch_size(data: Any) -> int | None:
-    """Return the batch size of a DataLoader, or of that for training, if one is given."""
+    """Return the batch size of the (training) DataLoader, if one is given."""
     for value in (data, *(data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else ())):
         if _is_loader(value):
             return value.batch_size
@@ -95,10 +95,10 @@ def _is_loader(value: Any) -> bool:
 
 
 def _data_set_of(value: Any) -> Any:
-    """Return the data set of a DataLoader; that of each part of a dict or tuple; anything else as it is.
+    """Return the data set of a DataLoader, or those in a dict or tuple; other values are unchanged.
 
     Raises:
-        InputError: the loader does what flatout would not: it draws with weights, or makes batches of its own kind.
+        InputError: the loader does what flatout does not support: weighted sampling, or custom batches.
     """
     if isinstance(value, Mapping):
         return {key: _data_set_of(part) for key, part in value.items()}
@@ -144,13 +144,12 @@ def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
 
 
 def optimizer_keys(value: Any) -> dict[str, Any] | None:
-    """Return the keys of the `optimizer` section for a class of torch or timm, a partial of it, or an optimizer.
+    """Return `optimizer` keys for a torch or timm class, a partial of one, or an optimizer.
 
-    None for anything else. The parameters of an optimizer are not used, only its options: flatout makes one on every
-    device.
+    None for anything else. Only the options of an optimizer are used: flatout makes one on every device.
 
     Raises:
-        InputError: the class is of neither library, or an option has no key and another value than its default.
+        InputError: the class is from neither library, or an option without a key is not at its default.
     """
     import torch
 
@@ -185,7 +184,7 @@ def optimizer_keys(value: Any) -> dict[str, Any] | None:
 
 
 def _name_of(cls: type) -> str:
-    """Return the name that a recipe has for an optimizer's class."""
+    """Return the recipe name of an optimizer class."""
     import torch
 
     if getattr(torch.optim, cls.__name__, None) is cls:
@@ -203,10 +202,10 @@ def _name_of(cls: type) -> str:
 
 
 def loss_keys(value: Any) -> dict[str, Any] | None:
-    """Return recipe keys for a loss of torch; None for anything else.
+    """Return recipe keys for a torch loss; None for anything else.
 
     Raises:
-        InputError: an option has no key and another value than its default.
+        InputError: an option without a key is not at its default.
     """
     from torch import nn
 
@@ -236,10 +235,10 @@ def loss_keys(value: Any) -> dict[str, Any] | None:
 
 
 def class_weights_of(value: Mapping[Any, Any]) -> list[float] | dict[str, Any]:
-    """Return weights by class name as they are, and those of classes 0, 1, 2 and so on, as Keras has them, as a list.
+    """Return weights by class name unchanged, and weights by index, as in Keras, as a list.
 
     Raises:
-        InputError: its keys are neither.
+        InputError: its keys are neither names nor indices.
     """
     if all(isinstance(name, str) for name in value):
         return dict(value)
@@ -252,7 +251,7 @@ def class_weights_of(value: Mapping[Any, Any]) -> list[float] | dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or a tuple of numbers, of Python."""
+    """Convert numbers, or tuples of numbers, to Python's."""
     if isinstance(value, tuple | list):
         return tuple(map(float, value))
     return value.item() if hasattr(value, "item") else value

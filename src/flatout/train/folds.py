@@ -1,4 +1,4 @@
-"""Cross-validation: a run for each fold of the data, on all the devices, and what they say together."""
+"""Cross-validation: a run for each fold of the data, on all the devices, and their joint results."""
 
 import statistics
 import time
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 # Trains one run on one rank.
 TrainRun = Callable[[Console, "World", TrainRequest], Path]
-# Figures of a fold's summary that are in that of the cross-validation.
+# Fields of a fold's summary that the cross-validation's summary also has.
 _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
 
 
 def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun) -> Path:
-    """Train a run for each fold of `recipe.data.folds`, and return the folder that has them.
+    """Train a run for each fold of `recipe.data.folds`, and return the folder of all.
 
     Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
-    own, which chooses nothing: neither an epoch, nor thresholds, nor a learning rate. Each is trained on one device, as
-    many at a time as there are devices; XLA's devices train one together. Folds that have finished are kept.
+    own, which is not used to choose an epoch, thresholds or a learning rate. Each is trained on one device, as many at
+    a time as there are devices; XLA's devices train one together. Finished folds are kept.
 
     Args:
         train_run: trains one run on one rank.
 
     Raises:
-        InputError, TrainingFailed, Stopped: as `run.train`; an error of a fold begins with its number.
+        InputError, TrainingFailed, Stopped: see `run.train`; an error of a fold begins with its number.
     """
     recipe, options = request.recipe, request.options
     for key, value in (("keep", "last"), ("early_stopping", 0)):
@@ -59,7 +59,7 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
         request = replace(request, recipe=recipe)
         assert request.run_dir is not None
         pool = _divide(pack, recipe, console)
-        # What is wrong with the model is known before an old run is removed.
+        # Check the model before an old run is removed.
         build_model(request, pack)
         if options.resume and (request.run_dir / run_files.RECIPE).is_file():
             check_same(load_recipe(request.run_dir / run_files.RECIPE), recipe)
@@ -71,7 +71,7 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
 
 
 def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
-    """Return the rows that are divided into folds, and note classes that are not in every fold."""
+    """Return the rows to divide into folds, and note classes that are missing in some."""
     from flatout.data.splits import folds_of
 
     rows, folds = folds_of(pack, recipe.data.folds, recipe.seed)
@@ -84,7 +84,7 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
 
 
 def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run: TrainRun) -> None:
-    """Train the folds that have not finished, in this process or in one for each device."""
+    """Train the unfinished folds, in this process or in one per device."""
     from flatout.data.pack import share
     from flatout.distributed.launch import launch
     from flatout.engine.torch.accelerator import cpu_threads
@@ -103,7 +103,7 @@ def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run:
 
 
 def _specs(recipe: Recipe, options: Options) -> list[str]:
-    """Return the SPEC of each process that trains folds."""
+    """Return the SPEC of each process."""
     from flatout.engine.devices import parse_devices
 
     devices = parse_devices(options.devices, options.engine)
@@ -111,7 +111,7 @@ def _specs(recipe: Recipe, options: Options) -> list[str]:
 
 
 def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], train_run: TrainRun) -> None:
-    """Train this process's share of the folds, one after the other, on its device."""
+    """Train this process's share of the folds in turn on its device."""
     import torch
 
     from flatout.distributed.environment import launched
@@ -155,7 +155,7 @@ def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], 
 
 
 def _in_one_format(recipe: Recipe, folder: Path, formats: Sequence[str]) -> Recipe:
-    """Return the recipe with the number format of a fold that has begun: all compute alike, and one measures which."""
+    """Return the recipe with the number format of the fold that measured it, so that all folds use the same."""
     begun = (folder / run_files.FOLD.format(fold) / run_files.RECIPE for fold in range(1, recipe.data.folds + 1))
     path = next((path for path in begun if path.is_file()), None)
     found = load_recipe(path).precision if path else "auto"
@@ -163,7 +163,7 @@ def _in_one_format(recipe: Recipe, folder: Path, formats: Sequence[str]) -> Reci
 
 
 def _has_finished(out: Path, recipe: Recipe) -> bool:
-    """Return whether a fold was trained to the end of its recipe."""
+    """Whether a fold was trained to the end of its recipe."""
     summary = run_files.read_summary(out, {})
     length = ("epochs", recipe.epochs), ("stopped", None)
     is_whole = bool(summary) and all(summary.get(key) == value for key, value in length)
@@ -171,7 +171,7 @@ def _has_finished(out: Path, recipe: Recipe) -> bool:
 
 
 def _finish(request: TrainRequest, pack: "Pack", pool: np.ndarray, console: Console, seconds: float) -> None:
-    """Write predictions, summary and report of all folds together; `pool` has the rows of their images."""
+    """Write predictions, summary and report of all folds; `pool` has the rows of their images."""
     from flatout.engine.base import Evaluation
     from flatout.report.page import draw_all
 
@@ -230,7 +230,7 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 def _summary(
     request: TrainRequest, log: RunLog, pack: "Pack", folds: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """Return the part of `summary.json` that is not about all images together; `folds` are the folds' summaries."""
+    """Return the fields of `summary.json` other than joint metrics; `folds` are the folds' summaries."""
     from flatout.engine.devices import machine, spec_of
 
     recipe, options = request.recipe, request.options
@@ -261,7 +261,7 @@ def _summary(
         "train_class_counts": count_classes(pool, len(pack.classes)).tolist(),
         **total,
         "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
-        # What earlier commands took is not known.
+        # The time of earlier commands is unknown.
         "wall_seconds": None if options.resume else time.perf_counter() - options.began,
         "folds": [
             {

@@ -2,8 +2,8 @@
 
 A linear head on frozen features is a convex problem, so it is solved rather than trained: by L-BFGS on the loss of the
 task, in coordinates that are scaled by the curvature. The strength of the regularisation is chosen by cross-validation,
-and the answers of the folds, each to images that its head has not seen, show what the head is worth. Fine-tuning from a
-fitted head distorts the features less than from a random one (Kumar et al., arXiv 2202.10054).
+and the out-of-fold predictions measure how good the head is. Fine-tuning from a fitted head distorts the features less
+than from a random one (Kumar et al., arXiv 2202.10054).
 
 Shape letters: N images, V views, F features, K outputs.
 """
@@ -21,15 +21,14 @@ from flatout.inference.calibration import fit_temperature
 from flatout.tasks.base import Task
 from flatout.utils.host import physical_cores
 
-# Of the penalty on the weights of standardised features, from strong to weak; the search ends where one is worse than
-# the one before.
+# Penalties on the weights of standardised features, from strong to weak; the search stops when the loss rises.
 STRENGTHS = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 FOLDS = 5
-# Cross-validation sees no more than so many images, or numbers in their outputs and features: it takes seconds.
+# Cross-validation is limited to this many images, or numbers in their outputs and features, so that it takes seconds.
 MAX_IMAGES, MAX_PRODUCTS = 20_000, 4e9
-# Iterations of L-BFGS for a fold, which starts from the head of the last strength, and for the last head.
+# Iterations of L-BFGS for a fold, which starts from the previous strength's head, and for the final head.
 FOLD_ITERATIONS, LAST_ITERATIONS = 10, 50
-# Directions in which standardised features vary less than this share of the largest are left out.
+# Principal components with less than this share of the largest variance are dropped.
 SMALLEST_VARIANCE = 1e-6
 
 
@@ -39,11 +38,11 @@ class FittedHead:
 
     Attributes:
         weight, bias: float32 [K, F] and [K].
-        strength: of the regularisation.
-        temperature: by which the logits were divided, so that probabilities of images that the head has not seen are
-            calibrated; 1 where nothing was cross-validated, and for other tasks than one class for each image.
-        out_of_fold: float32 [N, K], logits of each image by a head that has not seen it; NaN for images beyond
-            `MAX_IMAGES`, and where there are too few images to divide.
+        strength: the regularisation strength.
+        temperature: the divisor of the logits that calibrates probabilities on unseen images; 1 without
+            cross-validation, and for tasks other than single-label.
+        out_of_fold: float32 [N, K], out-of-fold logits; NaN for images beyond `MAX_IMAGES`, and if there are too few
+            images to divide.
     """
 
     weight: np.ndarray
@@ -66,17 +65,17 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head to the features of images, on all their views.
+    """Fit a head to the features of images in all their views.
 
     Args:
         views_VNF: float32 [N, F] for each view of the images, such as mirrored ones; the first is the image itself.
-        labels: as those of a pack.
+        labels: see `Pack.labels`.
         task: its loss is minimised, without label smoothing.
-        class_weights: as `Task.class_weights` returns them; None for none.
+        class_weights: see `Task.class_weights`; None for none.
         groups: int64 [N]; images of a group share a fold.
-        has_bias: whether the head has one.
+        has_bias: whether the head has a bias.
         seed: chooses the folds.
-        strength, temperature: of a head for more images, where they are known; then nothing is cross-validated.
+        strength, temperature: known values from a head for more images, which replace the cross-validation.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
@@ -87,7 +86,7 @@ def fit_head(
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
             if task.name == "single-label" and heads:
-                # Of few images that all are answered rightly, weak regularisation makes logits of any size.
+                # If few images are all classified correctly, weak regularisation lets logits grow without bound.
                 temperature = fit_temperature(answers, labels[chosen])
             out_of_fold[chosen] = answers / temperature
         start = torch.stack(heads).mean(0) if heads else problem.zeros()
@@ -103,7 +102,7 @@ def fit_head(
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with fewer threads: the many small operations would wait for one whose core does something else."""
+    """Compute with fewer threads: many small operations would wait for threads on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -113,7 +112,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 class _Problem:
-    """The loss of a head in coordinates in which L-BFGS needs few iterations: those of the principal components."""
+    """The loss of a head in principal-component coordinates, in which L-BFGS needs few iterations."""
 
     def __init__(
         self,
@@ -142,19 +141,19 @@ class _Problem:
         weights = task.sample_weights(labels, class_weights)
         self._weights = torch.ones(self.count) if weights is None else torch.from_numpy(weights)
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights)
-        # The mean curvature of the loss in a logit: of squares, of one sigmoid, or of a softmax.
+        # The mean curvature of the loss in a logit: squared error, sigmoid or softmax.
         self._curvature = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}.get(
             task.loss, 1 / max(2, num_outputs)
         )
 
     def zeros(self) -> torch.Tensor:
-        """Return the head that answers 0, [components + 1, K]; its last row is the bias."""
+        """Return the zero head, [components + 1, K]; its last row is the bias."""
         return torch.zeros(self._rows.shape[1], self.outputs)
 
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Return the best head for some images, or for all with all views, [components + 1, K] in these coordinates."""
+        """Return the best head, [components + 1, K] in these coordinates, for some images or all with all views."""
         rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
         if images is not None:
             chosen = torch.from_numpy(images)
@@ -181,18 +180,18 @@ class _Problem:
         return (scaled / scale).detach()
 
     def answers(self, head: torch.Tensor, images: np.ndarray) -> torch.Tensor:
-        """Return the logits of some images, [n, K]: those whose probabilities are the mean over the views."""
+        """Return logits [n, K] whose probabilities are the mean over the views."""
         chosen = torch.from_numpy(images)
         each = [self._rows[chosen + view * self.count] @ head for view in range(self.views)]
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
     def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return weight [K, F] and bias [K] of a head for the features as they came."""
+        """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         return weight.numpy(), (head[-1] - weight @ self._mean).numpy()
 
     def loss(self, logits: np.ndarray, images: np.ndarray) -> float:
-        """Return the mean loss of answers, at the temperature that suits them best."""
+        """Return the mean loss of logits at their best temperature."""
         labels, answers = self.labels[images], torch.from_numpy(logits)
         if self.task.name == "single-label":
             answers = answers / fit_temperature(logits, labels)
@@ -204,7 +203,7 @@ class _Problem:
 def _cross_validate(
     problem: _Problem, groups: np.ndarray | None, seed: int
 ) -> tuple[float, list[torch.Tensor], np.ndarray, np.ndarray]:
-    """Return the best strength, and the heads of its folds; their answers [n, K] to unseen images, and those images."""
+    """Return the best strength, its heads by fold, and their out-of-fold logits [n, K] with the images' indices."""
     most = min(MAX_IMAGES, int(MAX_PRODUCTS / problem.outputs / problem.zeros().shape[0]))
     chosen = np.arange(problem.count)
     if problem.count > most:

@@ -1,7 +1,7 @@
-"""The first stage of a run from published weights: features of all images, and a head that is fitted to them.
+"""The first stage of a run from published weights: features of all images, and a head fitted to them.
 
-Nothing is trained here: the network before its head stays as it was published. The head of the run is fitted to all
-training and validation images; what it is worth on the validation images comes from heads that have not seen them.
+Nothing is trained here: the network before its head keeps the published weights. The head of the run is fitted to all
+training and validation images; its validation metrics are those of heads that have not seen the images.
 
 Shape letters: N images, F features, K outputs.
 """
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
 
-# Splits whose labels the head may see. In a cross-validation, the images of the fold choose nothing.
+# Splits whose labels the head may see. In a cross-validation, the fold is held out completely.
 FITTED = ("train", "valid")
-# Of a head that answers so many images rightly, fine-tuning is left out where minutes decide.
+# With a time budget, fine-tuning is skipped if the head reaches this accuracy.
 ENOUGH = 0.99
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadStage:
-    """What the stage leaves to the rest of the run.
+    """The results of the stage.
 
     Attributes:
-        head, layers: what was fitted, and a copy of it.
-        fitted: to the images of the splits in `fitted_splits`.
+        head, layers: the module that was fitted, and a copy of it.
+        fitted: the head for the splits in `fitted_splits`.
         training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
-        features: of each split: float32 [N, F] for each view.
-        placed: the splits on the devices of the engine that trains; empty where its layers are not cut.
-        labels: of each split.
+        features: by split, float32 [N, F] for each view.
+        placed: the splits on the devices of the engine that trains; empty if it has no cached layers.
+        labels: the labels of each split.
         record: the line of `metrics.jsonl`.
-        seconds: of the features and of the head.
+        seconds: the time of the features and of the head.
     """
 
     head: Head
@@ -72,7 +72,7 @@ class HeadStage:
 
     @property
     def share_right(self) -> float:
-        """The share of training and validation images that heads which have not seen them answer rightly."""
+        """The out-of-fold accuracy on training and validation images."""
         labels = np.concatenate([self.labels[name] for name in self.fitted_splits])
         answers = self.fitted.out_of_fold
         is_seen = np.isfinite(answers).all(axis=1)
@@ -80,16 +80,16 @@ class HeadStage:
         return float(right.mean()) if len(right) else 0.0
 
     def is_enough(self) -> bool:
-        """Return whether so few answers of unseen heads are wrong that fine-tuning can hardly add anything."""
+        """Whether the out-of-fold accuracy is so high that fine-tuning can hardly improve it."""
         is_single = self.labels["train"].ndim == 1 and self.labels["train"].dtype.kind == "i"
         return is_single and self.share_right >= ENOUGH
 
     def give_to(self, model: "nn.Module") -> None:
-        """Let a model have the head that was fitted to all images."""
+        """Load the head fitted to all images into a model."""
         set_head(model, self.head, torch.from_numpy(self.fitted.weight), torch.from_numpy(self.fitted.bias))
 
     def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
-        """Let an engine have a head, by default the one that was fitted to all images; all ranks call this."""
+        """Load a head into an engine, by default the one fitted to all images; all ranks call this."""
         fitted = fitted or self.fitted
         set_head(self.layers, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
         own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
@@ -98,11 +98,11 @@ class HeadStage:
 
     @functools.cached_property
     def known(self) -> FeatureStats | None:
-        """Where the features of training images are; None for a network with several heads."""
+        """The distribution of training features; None for a network with several heads."""
         return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
 
     def evaluation(self, split: str, task: Task) -> Evaluation:
-        """Return the answers to a split; to validation images, those of heads that have not seen them."""
+        """Return the evaluation of a split; of validation images, by heads that have not seen them."""
         known = self.known if task.name == "single-label" else None
         distances = None if known is None else known.distances(self._compact(split))
         return evaluation_of(_logits(self, split, task), self.labels[split], task, distances)
@@ -115,7 +115,7 @@ class HeadStage:
 def evaluation_of(
     logits: torch.Tensor, labels: np.ndarray, task: Task, features: np.ndarray | None = None
 ) -> Evaluation:
-    """Return an evaluation of logits [N, K]; `features` are what is kept of them."""
+    """Return an evaluation of logits [N, K]; `features` are stored in it."""
     losses = task.per_sample(logits, torch.from_numpy(task.targets(labels)))
     return Evaluation(
         task=task,
@@ -140,17 +140,17 @@ def fit_to_features(
     report: Callable[[str], None],
     engine: "Engine | None" = None,
 ) -> HeadStage:
-    """Fit the head of a model; `model` gets it, as `train` alone would fit it if it is fine-tuned afterwards.
+    """Fit the head of a model and load it; before fine-tuning, the head for the training split alone.
 
     All ranks call this. The features are computed on the devices of the run.
 
     Args:
-        make: makes an engine for the features.
-        engine: that trains the model, and gets the head, too; its cached output of frozen layers gives the features.
-            None if it is made later.
+        make: creates an engine for the features.
+        engine: the one that trains the model, which also gets the head; its cached output of frozen layers provides the
+            features. None if it is made later.
 
     Raises:
-        InputError: the logits are not linear in what a layer of the model reads.
+        InputError: the logits are not linear in the input of any layer.
     """
     began = time.perf_counter()
     head = find_head(model, recipe.image_sides, recipe.channels)
@@ -216,12 +216,12 @@ def fit_to_features(
 
 
 def _is_mirrored(recipe: Recipe) -> bool:
-    """Return whether answers are averaged over images and their mirror images."""
+    """Whether predictions are averaged over images and their mirror images."""
     return recipe.tta and recipe.augment.flip
 
 
 def _features(engine: "Engine", samples: "Split", recipe: Recipe) -> list[np.ndarray]:
-    """Return the features of a split, of the images and, if answers are averaged over mirrored ones, of those."""
+    """Return the features of a split's images, and of the mirrored ones if predictions are averaged over both."""
     views = [samples, samples.mirrored()] if _is_mirrored(recipe) else [samples]
     found = [engine.place(view).features() for view in views]
     return [values for values in found if values is not None]
@@ -233,7 +233,7 @@ def _logits(stage: HeadStage, split: str, task: Task) -> torch.Tensor:
     logits = task.averaged(each) if len(each) > 1 else each[0]
     if split == "valid" and split in stage.fitted_splits:
         out_of_fold = torch.from_numpy(stage.fitted.out_of_fold[len(stage.labels["train"]) :])
-        # Images beyond the most that are cross-validated have been seen.
+        # Images beyond the cross-validation limit have been seen.
         logits = torch.where(out_of_fold.isnan().any(dim=1, keepdim=True), logits, out_of_fold)
     return logits
 

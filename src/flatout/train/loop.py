@@ -1,7 +1,7 @@
-"""The training loop: epochs, evaluation, schedule, the best weights, when to stop. It knows no device.
+"""The training loop: epochs, evaluation, schedule, best weights, early stopping. It is independent of the device.
 
-The loop's position is (epoch, step); everything else is a function of that, the seed and the history, so training can
-begin anywhere.
+The position is (epoch, step); everything else is a function of it, the seed and the history, so training can start at
+any position.
 """
 
 import math
@@ -31,30 +31,30 @@ _STOPS = Flag.INTERRUPT | Flag.TERMINATE
 
 
 class LoopHooks:
-    """What happens beside the loop; every method is called on all processes after the same step."""
+    """Hooks of the loop; every method is called on all processes after the same step."""
 
     def flags(self) -> Flag:
-        """Return the flags to request of all processes with the next step."""
+        """Return the flags to send to all processes with the next step."""
         return Flag.NONE
 
     def step(self) -> None:
         """Called after every step."""
 
     def wants_loss(self) -> bool:
-        """Return whether to fetch the loss after this step, whatever was requested."""
+        """Whether to fetch the loss after this step even without a request."""
         return False
 
     def loss(self, loss: float) -> None:
         """Called with the mean loss since the last call."""
 
     def checkpoint(self) -> None:
-        """Called where a checkpoint was requested."""
+        """Called when a checkpoint was requested."""
 
     def replan(self) -> Recipe:  # pyright: ignore[reportReturnType]
-        """Return the recipe with another length, where that was requested."""
+        """Return the recipe with another length; called when requested."""
 
     def epoch(self, *, is_best: bool) -> str:
-        """Called after every epoch with finite weights; return why training ends here, or ""."""
+        """Called after every epoch with finite weights; return the reason to end training here, or ""."""
         return ""
 
 
@@ -66,9 +66,9 @@ def run_loop(
     progress: Progress,
     hooks: LoopHooks,
 ) -> str:
-    """Train the placed splits from where `progress` stands; return why training ended before the last epoch, or "".
+    """Train on the placed splits from `progress` on; return the reason of an early end, or "".
 
-    `progress` is updated: it matches the engine's state after every step, and when this raises `Stopped`.
+    `progress` is updated: it matches the engine's state after every step, also when `Stopped` is raised.
 
     Raises:
         TrainingFailed: a loss or a weight is not finite; the message names the epoch.
@@ -96,9 +96,9 @@ class _Loop:
             try:
                 self._train_epoch()
             except Stopped:
-                progress.counts += self.engine.counts()[0]  # of the steps before a wait for images that was ended
+                progress.counts += self.engine.counts()[0]  # of the steps before an interrupted wait for images
                 raise
-            # Rank 0's times and choices are those of all ranks.
+            # All ranks use rank 0's times and choices.
             record = self.world.broadcast_object(self._finish_epoch())
             if not self.engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
@@ -111,7 +111,6 @@ class _Loop:
         return ""
 
     def _train_epoch(self) -> None:
-        """Run the remaining steps of an epoch."""
         recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
@@ -144,7 +143,7 @@ class _Loop:
         progress.communication_seconds += self.engine.communication_seconds()
 
     def _fetch_counts(self, first_step: int) -> float:
-        """Wait for the device, add what it counted to the epoch's sums, and return the mean loss of that."""
+        """Wait for the device, add its counts to the epoch's sums, and return their mean loss."""
         counts, bad_step = self.engine.counts()
         if bad_step is not None:
             epoch, step = self.progress.epoch + 1, first_step + bad_step + 1
@@ -155,11 +154,11 @@ class _Loop:
     def _finish_epoch(self) -> EpochRecord:
         """Evaluate, and count the epoch as finished."""
         progress, results = self.progress, {}
-        # The test split is evaluated after every epoch only where no validation split exists, and decides nothing.
+        # Without a validation split, the test split is evaluated after every epoch, but never used for choices.
         watched = "valid" if "valid" in self.splits else "test"
         began = time.perf_counter()
         if watched in self.splits:
-            # A fitted head was judged by the mean over its views, and epochs are compared with it.
+            # The fitted head was evaluated by the mean over its views; epochs must be comparable.
             result = self.splits[watched].evaluate(tta=self.recipe.tta and progress.head is not None)
             if not math.isfinite(result.loss):
                 where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
@@ -181,7 +180,7 @@ class _Loop:
         return record
 
     def _choose_best(self) -> bool:
-        """Return whether the last epoch is the best on the validation split; the loss decides between equals."""
+        """Whether the last epoch is the best on the validation split; the loss breaks ties."""
         progress = self.progress
         if "valid_loss" not in progress.history[-1].metrics:
             return False
@@ -196,5 +195,5 @@ class _Loop:
 
 
 def _watched_losses(history: list[EpochRecord]) -> list[float]:
-    """Return the losses that the plateau schedule watches: validation, or training where there is none."""
+    """Return the losses that the plateau schedule watches: validation, or training if there is none."""
     return [record.metrics.get("valid_loss", record.train_loss) for record in history]

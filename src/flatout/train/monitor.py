@@ -1,4 +1,4 @@
-"""What happens beside the loop: progress is shown, checkpoints and figures are written, signals are noted."""
+"""The hooks of the loop that show progress, write checkpoints and metrics, and handle signals."""
 
 import contextlib
 import dataclasses
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from flatout.distributed.world import Control
     from flatout.train.context import TrainContext
 
-# Checkpoints take this share of the time at most, and within an epoch come no more often than this.
+# Checkpoints take at most this share of the time, and within an epoch have at least this interval.
 CHECKPOINT_SHARE = 0.05
 CHECKPOINT_SECONDS = 10.0
-# About how many training losses a run records: enough for a curve, too few to slow it down.
+# Approximate number of training losses that a run records: enough for a curve, too few to slow it down.
 RECORDED_LOSSES = 100
-# Seconds between lines: at least so many, and this share of the time since the first.
+# Seconds between lines: at least this many, and this share of the time since the first.
 LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
 
 
@@ -41,7 +41,7 @@ class Monitor(LoopHooks):
     """Keeps the run folder and the console up to date while the loop runs.
 
     Attributes:
-        recipe: with the length that the time budget permits now.
+        recipe: with the length that currently fits the time budget.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Monitor(LoopHooks):
         return self.recipe
 
     def flags(self) -> Flag:
-        """Return the flags that this process requests of all with the next step."""
+        """See `LoopHooks.flags`."""
         flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
         if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
-            # Only once: it may be some steps until all know.
+            # Only once: it may take some steps until all ranks know.
             self._is_requested = True
             flags |= Flag.CHECKPOINT
         if self._context.world.is_main and self._budget and self._budget.is_due():
@@ -95,7 +95,7 @@ class Monitor(LoopHooks):
             self._live.step(self._loss)
 
     def wants_loss(self) -> bool:
-        """Return whether the loss is fetched after this step whatever was requested; the same on every process."""
+        """See `LoopHooks.wants_loss`; the same on every process."""
         return any(every and self._progress.step % every == 0 for every in (self._record_every, self.recipe.log_every))
 
     def loss(self, loss: float) -> None:
@@ -107,7 +107,7 @@ class Monitor(LoopHooks):
             self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
 
     def epoch(self, *, is_best: bool) -> str:
-        """Note a finished epoch; keep its weights if the recipe says so. Return why callbacks end the run, or ""."""
+        """Record a finished epoch, and its weights if required. Return why callbacks end the run, or ""."""
         context, progress, recipe = self._context, self._progress, self.recipe
         if is_best and recipe.keep == "best":
             progress.best, self._good = self._engine.snapshot(weights_only=True), None
@@ -138,7 +138,7 @@ class Monitor(LoopHooks):
         self._save_seconds = self._saved_at - began
 
     def restore(self) -> None:
-        """Load the weights of the last good epoch, unless those of the best are loaded anyway."""
+        """Load the weights of the last good epoch, unless the best are loaded anyway."""
         if self._good is not None:
             self._engine.restore(self._good)
 
@@ -152,11 +152,11 @@ class LiveFile:
 
     A line has `time` (seconds since 1970), `epoch` (finished epochs, with the fraction of the current one), `loss` (the
     mean since it was last fetched), `images_per_second`, `wait_fraction` (share of the time spent waiting for images),
-    `cpu_percent` (100 for each busy core) and `rss_bytes` of the main process, and `device_bytes` (the most so far).
+    `cpu_percent` (100 for each busy core) and `rss_bytes` of the main process, and `device_bytes` (the peak).
 
     Args:
-        steps: of an epoch.
-        device_bytes: returns the most memory used on the device, None where that is not known.
+        steps: the steps of an epoch.
+        device_bytes: returns the peak memory of the device, or None if unknown.
     """
 
     def __init__(self, path: Path, progress: Progress, steps: int, device_bytes: Callable[[], int | None]) -> None:
@@ -195,13 +195,13 @@ class LiveFile:
             "rss_bytes": self._process.memory_info().rss,
             "device_bytes": self._device_bytes(),
         }
-        # Unbuffered: of a line that does not fit on the disk, nothing is left to write at the end.
+        # Unbuffered: when the disk is full, no partial line remains to be written on close.
         with self._path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
 
 
 def write_metrics(context: "TrainContext", progress: Progress) -> None:
-    """Write the lines of the fitted head and of all finished epochs, if there are any."""
+    """Write the lines of the fitted head and of all finished epochs, if any."""
     if context.world.is_main and progress.records:
         lines = [record.to_plain() for record in progress.records]
         run_files.write_metrics(context.run_dir / run_files.METRICS, lines)
@@ -209,7 +209,7 @@ def write_metrics(context: "TrainContext", progress: Progress) -> None:
 
 @contextlib.contextmanager
 def signals_noted(control: "Control") -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the run after the current step or batch; a second SIGINT ends it at once."""
+    """End the run on SIGINT or SIGTERM after the current step or batch; on a second SIGINT at once."""
 
     def note(number: int, frame: Any) -> None:
         if seen and number == signal.SIGINT:

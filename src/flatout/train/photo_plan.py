@@ -1,4 +1,4 @@
-"""Which published network, at which image size, makes the best of the user's minutes on photos, and what is done then.
+"""Choose the published network, the image size and the fine-tuning that suit photos and the time budget best.
 
 Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974).
 `benchmarks/gains.py` measures what image size, mirrored images and fine-tuning gain: `benchmarks/results/gains.json`
@@ -19,46 +19,46 @@ from flatout.train.dataset_stats import STRIDE, of_shape
 from flatout.utils.console import duration
 from flatout.utils.host import physical_cores
 
-# The error grows with the power of the published size over the size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
+# The error grows with this power of published size / size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8
-# Shares of the published size that are considered.
+# Candidate sizes, relative to the published size.
 SIZE_SHARES = (1.0, 6 / 7, 5 / 7, 4 / 7)
-# Multiply-adds per second before anything is measured: of a core with ONNX Runtime, and of a modest GPU.
+# Assumed multiply-adds per second before measuring: a core with ONNX Runtime, and a modest GPU.
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
-# Networks that are measured at most.
+# Maximum number of measured networks.
 MEASUREMENTS = 3
-# On a busy machine, measuring may take so large a part of the time.
+# Maximum share of the time spent on measuring, as on a busy machine.
 MEASURING_SHARE = 0.15
-# Seconds besides features: images decoded per second on each core; the network made ready; pictures and report.
+# Costs besides features: images decoded per second and core; seconds of set-up; of pictures and report.
 DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 400.0, 3.0, 6.0
-# Seconds of the head for each image, class and feature, and what it takes at least.
+# Seconds of the head per image, class and feature, and at least.
 HEAD_SECONDS_PER_PRODUCT, MIN_HEAD_SECONDS, FEATURES = 1.5e-8, 1.0, 1280
-# A run without a time budget computes features for so long, and is not fine-tuned.
+# Seconds of features in a run without a time budget, which is not fine-tuned.
 USUAL_SECONDS = 120.0
-# What is left of the error with features of mirrored images, too; and after so many epochs of fine-tuning.
+# Factors of the error with features of mirrored images, and by epochs of fine-tuning.
 MIRRORED_GAIN = 0.93
 FINE_TUNING_GAINS = ((2, 0.80), (3, 0.62), (4, 0.57), (6, 0.55))
-# This share of the layers is fine-tuned, the last ones; a step on them takes so many times as long as the features of
-# its images, and what comes before them so large a part of that time.
+# The share of the layers, the last ones, that is fine-tuned; the time of a step on them relative to the features of its
+# images; and the part of that time spent in earlier layers.
 TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
 # Learning rates of AdamW, of networks with batch norms and of others. On Caltech 101, five epochs of EfficientNet-Lite
 # 0 end at 0.946 with 0.0003 and at 0.958 with 0.001.
 RATE_OF_BATCH_NORM, RATE_OF_OTHERS = 0.001, 0.0003
 
-# Images per second whose features are computed on the devices of the run, by model and image size.
+# Images per second of feature extraction on the devices of the run, by model and image size.
 FeatureRate = Callable[[str, Size], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoPlan:
-    """What to do with the time.
+    """How to use the time.
 
     Attributes:
         backbone: the network.
-        image_size: of the images.
-        mirrored: whether features are computed of mirrored images, too.
-        epochs: of fine-tuning; 0 for none.
-        reasons: a sentence for each choice, by recipe key.
+        image_size: the size of the images.
+        mirrored: whether features of mirrored images are computed, too.
+        epochs: epochs of fine-tuning; 0 for none.
+        reasons: explanations of the choices, by recipe key.
     """
 
     backbone: Backbone
@@ -70,7 +70,7 @@ class PhotoPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """What the time depends on: images of all splits, those to train on, the others, and the classes."""
+    """Numbers that the time depends on: images of all splits, training images, other images, and classes."""
 
     images: int
     training: int
@@ -84,7 +84,7 @@ class _Data:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A network, an image size, and what is done with them."""
+    """A network, an image size, and how they are used."""
 
     backbone: Backbone
     size: Size
@@ -93,13 +93,13 @@ class _Choice:
 
     @property
     def operations(self) -> float:
-        """Multiply-adds for one image."""
+        """Multiply-adds per image."""
         height, width = sides(self.size)
         return self.backbone.operations * height * width / self.backbone.image_size**2
 
     @property
     def error(self) -> float:
-        """The expected error, in no unit: errors are compared."""
+        """The expected error, without a unit: errors are only compared."""
         height, width = sides(self.size)
         share = (height * width) ** 0.5 / self.backbone.image_size
         gain = min((gain for epochs, gain in FINE_TUNING_GAINS if self.epochs >= epochs), default=1.0)
@@ -110,7 +110,7 @@ class _Choice:
         views = 1 + self.mirrored
         images = float(views * data.images)
         if self.epochs:
-            # The layers before those that train see mirrored training images in any case, and all others once.
+            # Frozen layers see training images mirrored in any case, and all others once.
             images += FROZEN_FACTOR * data.training * (2 - views)
             held_out = data.images - data.training
             images += STEP_FACTOR * self.epochs * data.training + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
@@ -133,15 +133,15 @@ def plan_photos(
     """Return the plan with the least expected error within the time.
 
     Args:
-        backbones: to choose from.
-        images: of all splits.
-        training_images: of them, those to train on.
-        ratio: of width to height.
-        size: of the images, where the user gives it.
+        backbones: the candidates.
+        images: the number of images in all splits.
+        training_images: the number of training images.
+        ratio: width / height.
+        size: the image size, if the user sets it.
         accelerated: whether a GPU or TPU computes.
-        seconds: what is left of the user's time; None for no budget.
-        rate: measures; None where the devices are not at hand.
-        channels: of the images.
+        seconds: the remaining time budget, or None.
+        rate: measures the speed; None if the devices are not available.
+        channels: the channels of the images.
     """
     began, cores = time.perf_counter(), physical_cores()
     data = _Data(images=images, training=training_images, classes=classes)
@@ -165,7 +165,7 @@ def plan_photos(
         return rates.get((choice.backbone.model, choice.size), speed / choice.operations)
 
     def best() -> _Choice:
-        """Return the best that fits, at the speeds that are known; or else the quickest."""
+        """Return the best choice that fits at the known speeds, or else the fastest."""
         left = USUAL_SECONDS
         if seconds is not None:
             left = seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
@@ -179,7 +179,7 @@ def plan_photos(
         if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
             break
         rates[place] = rate(*place)
-        # What was not measured is expected to be as fast, by its operations.
+        # Speeds that were not measured are estimated from operation counts.
         speed = rates[place] * chosen.operations
         chosen = best()
     return PhotoPlan(
@@ -194,7 +194,7 @@ def plan_photos(
 def _reasons(
     chosen: _Choice, data: _Data, seconds: float | None, rate: float | None, *, is_only: bool
 ) -> dict[str, str]:
-    """Return a sentence for each choice, by recipe key."""
+    """Return explanations of the choices, by recipe key."""
     backbone, within = chosen.backbone, "" if seconds is None else f" in {duration(seconds)}"
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
@@ -222,7 +222,7 @@ def _reasons(
 
 
 def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
-    """Return the published size and smaller ones, of the shape of the images where that is not square."""
+    """Return the published size and smaller ones, with the aspect ratio of the images."""
     found = []
     for share in SIZE_SHARES:
         side = share * backbone.image_size
@@ -232,7 +232,7 @@ def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
 
 
 def fine_tuning_of(model: str) -> tuple[str, str, float]:
-    """Return `freeze`, `norm` and the learning rate with which the last layers of a network are fine-tuned."""
+    """Return `freeze`, `norm` and the learning rate for fine-tuning the last layers of a network."""
     import timm
     import torch
 

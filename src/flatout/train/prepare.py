@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the pack, the recipe's own values, the model, its weights, the engine."""
+"""Preparation of a run: the pack, the automatic values of the recipe, the model, its weights, the engine."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def claimed_run_dir(request: "TrainRequest", world: "World") -> Iterator[Path]:
-    """Hold the run folder in the main process, unless the process that started it does; agree on its name."""
+    """Claim the run folder in the main process, unless the process that started it has; agree on its name."""
     options = request.options
     resume = options.resume or (restart_count() > 0 and not options.overwrite)
     held = claim.claimed(options.out, request.recipe.job, resume=resume, overwrite=options.overwrite)
@@ -70,7 +70,7 @@ def prepare_host(
 
 
 def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
-    """Return the pack: on each host one process makes it, and the others map the same file."""
+    """Return the pack: one process per host makes it, and the others map the same file."""
     from flatout.data.build import load
     from flatout.data.pack import Pack, SharedPack, load_once_per_host
 
@@ -128,12 +128,12 @@ def resolve_auto_values(
     continued: Recipe | None,
     log: RunLog,
 ) -> Recipe:
-    """Return the recipe with what it leaves to the data: normalisation, bits, task, loss and order.
+    """Fill in the values that depend on the data: normalisation, bits, task, loss and order.
 
     All ranks call this.
 
     Args:
-        continued: the recipe of the run that is continued; None in a new run.
+        continued: the recipe of the continued run; None in a new run.
     """
     from flatout.data.batches import measure
     from flatout.tasks.regression import statistics
@@ -175,7 +175,7 @@ def _order_for_memory(train: "Split", world: "World", log: RunLog) -> str:
 def build_model(
     request: "TrainRequest", pack: "Pack", report: Callable[[str], None] = lambda sentence: None
 ) -> "nn.Module":
-    """Return the model of a request with fresh weights; one given in Python as a copy."""
+    """Return the model of a request with fresh weights; a model object is copied."""
     from flatout.models.build import build_model
 
     return build_model(
@@ -197,13 +197,13 @@ def start_engine(
     continued: Recipe | None,
     log: RunLog,
 ) -> "tuple[Engine, Recipe, HeadStage | None]":
-    """Return the engine with the weights to start from, the recipe with its number format, and the fitted head if any.
+    """Return the engine with initial weights, the recipe with its number format, and the fitted head if any.
 
     All ranks call this.
 
     Args:
         model: with fresh weights; it is changed.
-        continued: the recipe of the run that is continued; None in a new run.
+        continued: the recipe of the continued run; None in a new run.
 
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
@@ -219,13 +219,13 @@ def start_engine(
         devices=options.devices,
         world=world,
         class_weights=class_weights,
-        # Only the torch engine takes functions of the user's; `UserFunctions.check` has refused them elsewhere.
+        # Only the torch engine supports user functions; `UserFunctions.check` has refused them elsewhere.
         **options.functions.for_engine(recipe),
     )
     fit = functools.partial(
         fit_to_features, splits=splits, pack=pack, make=make, world=world, class_weights=class_weights, report=log.note
     )
-    # The layers that an engine has cut off compute features, too. A sharded model cannot be given to another engine.
+    # The engine's frozen layers compute features, too. A sharded model cannot be passed to another engine.
     shares_features = recipe.epochs > 0 and bool(recipe.freeze) and recipe.shard == "none"
     stage: HeadStage | None = None
     if recipe.linear_probe and not shares_features:
@@ -246,7 +246,7 @@ def start_engine(
 
 
 def _without_needless_epochs(recipe: Recipe, stage: "HeadStage", options: "Options", log: RunLog) -> Recipe:
-    """Return the recipe without fine-tuning where minutes decide and the head alone is enough."""
+    """With a time budget, drop fine-tuning if the head alone is good enough."""
     if not recipe.epochs or options.minutes is None or not stage.is_enough():
         return recipe
     log.note(
@@ -257,7 +257,7 @@ def _without_needless_epochs(recipe: Recipe, stage: "HeadStage", options: "Optio
 
 
 def _load_initial_weights(model: "nn.Module", recipe: Recipe, world: "World", log: RunLog) -> None:
-    """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
+    """Load the initial weights into rank 0's model, which the engine distributes: only one rank downloads them."""
     from flatout.models.pretrained import load_pretrained
 
     if recipe.pretrained or recipe.weights:
@@ -276,7 +276,7 @@ def _choose_precision(
     make: "Callable[..., Engine]",
     log: RunLog,
 ) -> Recipe:
-    """Return the recipe with its number format: that of the run that is continued, or the fastest by measured steps."""
+    """Return the recipe with its number format: that of the continued run, or the fastest in measured steps."""
     from flatout.engine.factory import precisions
 
     formats = precisions(options.engine, world)

@@ -1,4 +1,4 @@
-"""Short measurements with real training steps, before the first one: the number format, and checks of a long run.
+"""Short measurements with real training steps before training: the number format, and checks of long runs.
 
 The checks are from Karpathy, "A Recipe for Training Neural Networks" (2019): "verify loss @ init" and "overfit one
 batch".
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
-# Training images, in batches, and seconds of each measurement. The formats are measured in turn, and the shortest time
-# of each counts: the first steps warm up, and what else the host does makes steps slower, never faster.
+# Training images, in batches, and seconds of each measurement. The formats alternate, and the minimum of each counts:
+# the first steps warm up, and other load makes steps slower, never faster.
 PRECISION_BATCHES, PRECISION_SECONDS, PRECISION_ROUNDS = 4, 0.25, 3
-# Steps on one batch, and how many of the last of them are averaged. Runs of which they are more than a share skip them.
+# Steps on one batch, how many of the last are averaged, and their largest share of a run: shorter runs skip them.
 SANITY_STEPS, LAST_STEPS, LARGEST_SHARE = 25, 5, 0.01
 # Logits of standard deviation s cost about s²/2 more than guessing; fresh models have logits of less than 2.
 LARGEST_EXCESS = 2.0
-# If a run changes the loss by less than this share at the pace of those steps, it learns nothing.
+# A run learns nothing if at the pace of those steps it would change the loss by less than this share.
 MIN_CHANGE = 0.01
 
 
 def fastest_precision(
     make: "Callable[[Recipe], Engine]", samples: "Split", recipe: Recipe, world: "World", formats: Sequence[str]
 ) -> tuple[str, str]:
-    """Return a number format, and a sentence that explains it; all ranks call this.
+    """Return the fastest number format, and an explanation; all ranks call this.
 
     Args:
-        make: returns an engine with a copy of the model.
-        samples: training images, of which some batches are used.
-        formats: what the device computes in, the default first; bf16 is one of them.
+        make: creates an engine with a copy of the model.
+        samples: training images; a few batches are used.
+        formats: the number formats of the device, the default first; bf16 is one of them.
     """
     from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
-    # Those that are needed first are there first.
+    # The images of the first batches of an epoch.
     positions = np.concatenate(
         [batch.samples for batch in islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)]
     )
@@ -70,7 +70,7 @@ def fastest_precision(
 
 
 def check_sanity(context: "TrainContext", progress: "Progress") -> None:
-    """Before a long run, note what would make it useless. A resumed run has been checked before."""
+    """Before a long run, note problems that would make it useless. A resumed run was checked before."""
     recipe, images = context.recipe, len(context.splits["train"])
     is_resumed = (progress.epoch, progress.step) != (0, 0)
     has_own_loss = context.options.functions.loss is not None
@@ -86,16 +86,16 @@ def check_sanity(context: "TrainContext", progress: "Progress") -> None:
 
 
 def _is_long(recipe: Recipe, images: int) -> bool:
-    """Return whether a run is so long that the checks take only a small share of it."""
+    """Whether a run is so long that the checks take only a small share of it."""
     return LARGEST_SHARE * _total_steps(recipe, images) >= SANITY_STEPS
 
 
 def _find_problems(
     engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
 ) -> list[str]:
-    """Train on one batch, go back to where the engine was, and return a sentence for each thing that seems wrong.
+    """Train on one batch, restore the engine, and return a sentence for each suspected problem.
 
-    All ranks call this, and all get the same sentences.
+    All ranks call this and get the same result.
 
     Args:
         engine: at the state to train from.
@@ -116,7 +116,7 @@ def _find_problems(
             engine.counts()
     last = engine.counts()[0].loss
     engine.restore(before)
-    engine.communication_seconds()  # those of training begin at 0
+    engine.communication_seconds()  # epochs of training begin at 0
 
     guessing, found = engine.task.guessing_loss(classes), []
     if is_fresh and not first < guessing + LARGEST_EXCESS:
@@ -133,7 +133,7 @@ def _find_problems(
             f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit "
             "the images"
         )
-    elif change_at_this_pace < MIN_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
+    elif change_at_this_pace < MIN_CHANGE * first and first > guessing / 2:  # the initial weights do not fit the head
         found.append(
             f"{SANITY_STEPS} steps on one batch left its loss at {last:.3g}: usual causes are too low a learning rate "
             f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"

@@ -1,4 +1,4 @@
-"""How far a run has come: what the loop counts, a checkpoint keeps and metrics.jsonl shows."""
+"""The progress of a run: counted by the loop, kept in checkpoints, and shown in metrics.jsonl."""
 
 import dataclasses
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from flatout.engine.metrics import NO_COUNTS, Counts
 from flatout.utils.style import number
 
-# Steps in which memory is claimed, algorithms are chosen and a GPU's step is recorded.
+# Warm-up steps, which allocate memory, choose algorithms and capture CUDA graphs.
 FIRST_STEPS = 10
 
 
@@ -35,7 +35,7 @@ class EpochRecord:
         return {key.removeprefix(f"{split}_"): v for key, v in self.metrics.items() if key.startswith(f"{split}_")}
 
     def describe(self, epochs: int, shown: tuple[str, ...], *, is_best: bool) -> str:
-        """Return the line that is printed after the epoch, of `epochs` in all; `shown` are the metrics in it."""
+        """Return the line that is printed after the epoch; `epochs` is their total, `shown` are the metrics in it."""
         parts = [f"epoch {self.epoch}/{epochs}"]
         for split in ("train", "valid", "test"):
             found = self.of(split)
@@ -47,7 +47,7 @@ class EpochRecord:
         return "  ".join([*parts, "best so far"] if is_best else parts)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the line."""
+        """Return the line as plain values."""
         fields = dataclasses.asdict(self)
         metrics = fields.pop("metrics")
         return {**fields, **metrics}
@@ -56,7 +56,7 @@ class EpochRecord:
 def _record_of(line: dict[str, Any]) -> EpochRecord:
     """Return the record that `EpochRecord.to_plain` wrote.
 
-    In earlier versions None is a split that was not there, and the metrics are there a second time under their name.
+    In lines of earlier versions, None marks a missing split, and the metrics are repeated under their name.
     """
     own = [f.name for f in dataclasses.fields(EpochRecord) if f.name != "metrics"]
     metrics = {key: value for key, value in line.items() if key not in (*own, "metrics") and value is not None}
@@ -65,21 +65,21 @@ def _record_of(line: dict[str, Any]) -> EpochRecord:
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
-    """How far a run has come: with the engine's state, all that a checkpoint needs.
+    """The progress of a run; with the engine's state, everything that a checkpoint needs.
 
     Attributes:
         epoch, step: finished epochs, and finished steps of the next one.
-        head: the record of the head that was fitted before the first step; None where there is none.
+        head: the record of the head fitted before the first step, or None.
         history: a record of every finished epoch.
         counts: sums over the finished steps of the unfinished epoch.
         best_epoch: the best epoch by validation, from 1; 0 for none, or for the fitted head.
-        best: the engine's snapshot of the weights after it, where the recipe keeps the best; else None.
+        best: the engine's snapshot of the weights after it, if the recipe keeps the best; else None.
         train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
-            of the former, waiting for input; and adding up with other processes, waiting for them included.
+            of the former, waiting for input; and communication, including waiting for other processes.
         first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
         epoch_seconds: the part of train_seconds spent in the unfinished epoch.
         images_trained: images in all finished steps.
-        earlier_seconds: what the run took until it was resumed, from its command to the checkpoint.
+        earlier_seconds: the time from the run's first command to the checkpoint that it resumed from.
         step_losses: pairs (step from the start of the run, mean training loss since the loss was last fetched).
     """
 
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def records(self) -> list[EpochRecord]:
-        """The lines of metrics.jsonl: the fitted head, if there is one, and every finished epoch."""
+        """The lines of metrics.jsonl: the fitted head, if any, and every finished epoch."""
         return [self.head, *self.history] if self.head else self.history
 
     @property
@@ -113,7 +113,7 @@ class Progress:
         return self.history[self.best_epoch - 1] if self.best_epoch else self.head
 
     def note_first_steps(self) -> None:
-        """Keep time and images of the first steps apart."""
+        """Record time and images of the first steps separately."""
         if self.first_steps < FIRST_STEPS:
             self.first_steps += 1
             self.first_seconds, self.first_images = self.train_seconds, self.images_trained
@@ -124,7 +124,7 @@ class Progress:
 
     @property
     def warmup_seconds(self) -> float | None:
-        """What the first steps took beyond the rate of the others; None where there were no others."""
+        """Extra time of the first steps compared with the others; None without others."""
         images, seconds = self.images_trained - self.first_images, self.train_seconds - self.first_seconds
         if self.first_steps < FIRST_STEPS or images <= 0 or seconds <= 0:
             return None
@@ -132,7 +132,7 @@ class Progress:
 
 
 class Clock:
-    """Adds the time of an epoch to the progress as it passes."""
+    """Adds elapsed time to the progress during an epoch."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._last = progress, time.perf_counter()

@@ -1,4 +1,4 @@
-"""From JOB and DATA as the user gives them to a recipe and its data."""
+"""Resolve the user's JOB and DATA to a recipe and its data."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,17 +28,17 @@ def resolve(
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
 ) -> "tuple[Recipe, DataSource | ImageDataset]":
-    """Return the recipe, changed, and the recognised data.
+    """Return the recipe with changes, and the recognised data.
 
     Args:
         job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
-        data: a path, a URL or data given in Python; None takes what the recipe names, or downloads the job's data.
+        data: a path, a URL or data given in Python; None uses the recipe's data, or downloads the job's.
         changes: dotted recipe keys to override.
-        accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
-        seconds: the time budget, for a recipe made for data; None for none. It began at `began`, by time.perf_counter.
-        speeds: measures for such a recipe; None where the devices are not at hand.
-        explain: also takes the reasons for a recipe made for data, for its report.
-        fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
+        accelerated: whether training uses a GPU or TPU; a generated recipe then has a larger model and images.
+        seconds: the time budget of a generated recipe, or None. It began at `began`, by time.perf_counter.
+        speeds: measures for such a recipe; None if the devices are not available.
+        explain: also receives the reasons for a generated recipe, for its report.
+        fetch: whether published weights are searched for or downloaded; else they are assumed to exist.
     """
     from flatout.data.build import find
 
@@ -87,7 +87,7 @@ def resolve(
 
 
 def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tuple[Recipe, bool]:
-    """Return the recipe that a job names, changed, and True; else False, and a recipe that is nothing but the changes.
+    """Return a job's recipe with changes, and True; without a job, a recipe of the changes alone, and False.
 
     Nothing is downloaded or measured, and torch is not imported.
 
@@ -97,7 +97,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
     recipe = _named_recipe(job)
     if recipe is not None:
         return recipe.override(changes), True
-    # The recipe that is made decides whether these are possible, unless the user also gives what they depend on.
+    # The generated recipe determines whether these are possible, unless the user also sets what they depend on.
     later = {"augment.start_size": "image_size"}
     later |= dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
     known = {key: value for key, value in changes.items() if later.get(key, key) in changes}
@@ -105,7 +105,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
 
 
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
+    """Prefix the model name with `timm:` if only timm has it."""
     from flatout.models.build import check_name, list_names
 
     name = changes.get("model")
@@ -120,13 +120,13 @@ def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:
-    """Return whether a run's recipe came from a JOB, as far as names tell."""
+    """Whether a run's recipe came from a JOB, judging by names."""
     named = _named_recipe(job)
     return recipe.job == named.job if named else recipe.data.path == _plain(job)
 
 
 def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
-    """Return the recipe that a job names; None for no job, or for one that is the path of data."""
+    """Return the recipe that a job names; None without a job, or if it is a data path."""
     if job is None or isinstance(job, Recipe):
         return job
     path = Path(job)
@@ -154,7 +154,7 @@ def _plain(data: Any) -> str:
 
 
 def _is_no_path(data: str | Path) -> bool:
-    """Whether data that is named is neither a file nor a folder here: `sklearn:digits`, or a URL."""
+    """Whether data is not a local file or folder: `sklearn:digits` or a URL."""
     from flatout.data.fetch import is_remote
 
     return str(data).startswith("sklearn:") or is_remote(data)

@@ -1,4 +1,4 @@
-"""What a user asks for: a recipe, its data, and how to run it."""
+"""The user's request: a recipe, its data, and how to run it."""
 
 import math
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a recipe is run, other than what the recipe says.
+    """How a recipe is run, except for what the recipe defines.
 
     Attributes:
         out: the run folder; None for a new one under `runs/`.
@@ -31,17 +31,17 @@ class Options:
         resume: continue the run in `out` from its newest checkpoint.
         overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
-        hosts: the hosts that take part.
-        restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
+        hosts: the participating hosts.
+        restarts: how often the ranks are restarted from the newest checkpoint after losing one; None: as often as
             elastic hosts may be lost.
         allow_code: whether a model named as `package.module:factory` may be imported.
-        hang_timeout: seconds without progress after which a rank of several is ended.
+        hang_timeout: seconds without progress after which one of several ranks is ended.
         minutes: the time budget of the whole run; None for the recipe's own length.
-        began: when the user asked for the run, by time.perf_counter.
+        began: the time of the user's request, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
         report: draw the pictures and the report.
         callbacks: called by the main process.
-        functions: given in Python.
+        functions: the user's functions, given in Python.
     """
 
     out: Path | None = None
@@ -76,7 +76,7 @@ class Options:
 
 
 def check(recipe: Recipe, options: Options) -> None:
-    """Check that a recipe can be run with some options, whatever the data is.
+    """Check that a recipe can be run with the options, independent of the data.
 
     Raises:
         InputError: it cannot; the message names the key or the flag and the fix.
@@ -102,14 +102,14 @@ class TrainRequest:
     """A run to be made. It can be sent to other processes once its data is a `SharedPack`.
 
     Attributes:
-        recipe: complete but for what is measured on the data.
+        recipe: complete except for values measured on the data.
         data: recognised data, or its pack.
         options: how to run.
-        module: the model, if it was given in Python.
+        module: the model, if given in Python.
         run_dir: the run folder, if the process that starts the ranks holds it.
-        fold_of: the folder of the cross-validation that the run is a fold of.
-        phase_seconds: the time of the phases that are over.
-        prepared_at: when the folder was claimed, by time.time.
+        fold_of: the folder of the cross-validation, if the run is a fold.
+        phase_seconds: the time of finished phases.
+        prepared_at: the time when the folder was claimed, by time.time.
     """
 
     recipe: Recipe

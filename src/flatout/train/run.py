@@ -54,13 +54,13 @@ T = TypeVar("T")
 
 
 def train(request: TrainRequest, console: Console) -> Path:
-    """Train as a recipe says and write the run folder.
+    """Train according to a recipe and write the run folder.
 
-    One device is used in this process; several get a process each. A process that another launcher, such as torchrun,
+    One device is used in this process; several have a process each. A process that another launcher, such as torchrun,
     has started as a rank joins the other ranks.
 
     Returns:
-        The run folder; where a launcher started several processes, the first one has written it.
+        The run folder; if a launcher started several processes, the first one has written it.
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.
@@ -70,7 +70,7 @@ def train(request: TrainRequest, console: Console) -> Path:
     recipe, options = request.recipe, request.options
     check(recipe, options)
     if options.hosts.most > 1 and options.out is None:
-        # The first host's name is used by all, and again after a restart.
+        # All hosts use the first host's name, also after a restart.
         folder = Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
         request = replace(request, options=replace(options, out=folder))
     if recipe.data.folds and not recipe.data.fold:
@@ -88,13 +88,13 @@ def run_on_all_ranks(
     *,
     begins: bool = False,
 ) -> T:
-    """Call function(console, world, request) on every rank of the request; return what the first rank returns.
+    """Call function(console, world, request) on every rank of the request; return the first rank's result.
 
     The folder is claimed, the pack made and the number of processes chosen before the processes start.
 
     Args:
         function: importable by other processes.
-        begins: whether a run begins: from now on its folder can be resumed, even if the run is killed soon.
+        begins: whether this begins a run: its folder can be resumed from then on, even if the run is killed soon.
 
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
@@ -147,7 +147,7 @@ def run_on_all_ranks(
 
 
 def _devices_of_resumed_run(options: Options) -> str:
-    """Return the devices on which the run that is resumed was trained; "" if it is new or does not tell."""
+    """Return the devices of the run to resume; "" if it is new or they are unknown."""
     if options.resume and options.out:
         with contextlib.suppress(OSError):
             return (options.out / run_files.DEVICES).read_text(errors="replace")
@@ -171,7 +171,7 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
         progress = checkpoint.progress if checkpoint else new_progress(context)
         begin_run_dir(context, overwrite=request.options.overwrite and checkpoint is None)
         write_metrics(context, progress)
-        # Images on the devices, steps compiled, as many as the time permits
+        # Place images on the devices, compile steps, fit their number to the time
         if context.recipe.epochs:
             context = replace(context, datasets=place(context))
         context, budget = plan_minutes(context, progress)
@@ -186,7 +186,7 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
                 context, ended = run_epochs(context, progress, budget, callbacks)
             ended = finish(context, progress, ended)
             failure = callbacks.end(ended.failure)
-        # Ranks that have left are not ended where another one ends with an error.
+        # Ranks that have left are not ended when another one fails.
         world.barrier()
         world.leave()
     if failure:
@@ -196,7 +196,7 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
 
 @contextlib.contextmanager
 def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator[TrainContext]":
-    """Provide data, model and engine on one rank, while the run folder is held. All ranks call this.
+    """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this.
 
     Raises:
         InputError: see `train`.
@@ -239,7 +239,7 @@ def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator
 
 
 def new_progress(context: TrainContext) -> Progress:
-    """Return the progress of a new run. A fitted head is the best until an epoch is better."""
+    """Return the progress of a new run; a fitted head is the best so far."""
     engine, stage = context.engine, context.stage
     if stage is None:
         return Progress()
@@ -285,7 +285,7 @@ def place(context: TrainContext, *, only_train: bool = False) -> "Mapping[str, D
 def run_epochs(
     context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
 ) -> tuple[TrainContext, Ended]:
-    """Run the loop and save where it ends; return how it ended, and the context with the recipe of its length."""
+    """Run the loop and save its end; return how it ended, and the context with the recipe's final length."""
     recipe, log = context.recipe, context.log
     images = len(context.splits["train"])
     log.console.note(
@@ -298,9 +298,9 @@ def run_epochs(
     try:
         reason = run_loop(context.engine, context.world, recipe, context.datasets, progress, monitor)
     except (RankLost, DiskFull):
-        raise  # the ranks can do nothing more together
+        raise  # the ranks can no longer communicate
     except CallbackFailed as error:
-        # The training itself is sound: it can go on from here.
+        # The training itself is sound: it can be resumed from here.
         reason, failure = f"failed: {error}", error
     except TrainingFailed as error:
         monitor.restore()
@@ -321,7 +321,7 @@ def run_epochs(
 def _train_and_return_callbacks(
     console: Console, world: "World", request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Train on one rank; return the folder and, from another process than the user's, attributes of the callbacks."""
+    """Train on one rank; return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
     if launched() is None or not world.is_main or not callbacks:
         return folder, []

@@ -1,4 +1,4 @@
-"""What a run says, and the time of its phases, on one rank."""
+"""The messages of a run, and the time of its phases, on one rank."""
 
 import time
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class RunLog:
-    """Collects sentences and times for the summary.
+    """Collects messages and times for the summary.
 
     Attributes:
-        console: prints the sentences.
-        notes: the sentences so far.
-        seconds: the time of each phase that is over; they follow each other without gaps.
-        setup_seconds: what came before the first step.
+        console: prints the messages.
+        notes: the messages so far.
+        seconds: the time of each finished phase, without gaps.
+        setup_seconds: the time before the first step.
     """
 
     def __init__(self, console: "Console", request: "TrainRequest") -> None:
@@ -30,20 +30,20 @@ class RunLog:
         self._lap = self._began + sum(self.seconds.values())
 
     def note(self, sentence: str) -> None:
-        """Print a sentence, and keep it for the summary."""
+        """Print a message, and keep it for the summary."""
         self.notes.append(sentence)
         self.console.note(sentence)
 
     def lap(self, phase: str, parts: Mapping[str, float] = MappingProxyType({})) -> None:
-        """End a phase; `parts` are the seconds of phases within it, which are not part of its own."""
+        """End a phase; `parts` are the seconds of nested phases, which are subtracted."""
         now = time.perf_counter()
         self.seconds |= {phase: now - self._lap - sum(parts.values()), **parts}
         self._lap = now
 
     def end_setup(self) -> None:
-        """Note that the first step follows."""
+        """Mark the end of the set-up."""
         self.setup_seconds = time.perf_counter() - self._began
 
     def wall_seconds(self, progress: "Progress") -> float:
-        """Return the time since the run's first command, without what was lost when it was killed."""
+        """Return the time since the run's first command, without time lost when it was killed."""
         return progress.earlier_seconds + time.perf_counter() - self._began

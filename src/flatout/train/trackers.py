@@ -1,7 +1,7 @@
 """Experiment trackers as callbacks: TensorBoard, Weights & Biases, trackio and MLflow.
 
-Each gets the recipe before training, the figures of every epoch under the names that they have in metrics.jsonl, and at
-the end the summary and the pictures. A run that continues goes on in the tracker too.
+Each receives the recipe before training, the metrics of every epoch under their names in metrics.jsonl, and at the end
+the summary and the pictures. A resumed run continues in the tracker too.
 """
 
 import importlib
@@ -22,12 +22,12 @@ from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 PROJECT = "flatout"
-# MLflow takes so many parameters in one call.
+# MLflow's limit of parameters per call.
 MAX_PARAMS = 100
 
 
 class _Tracker(Callback):
-    """What trackers have in common.
+    """Base class of trackers.
 
     Raises:
         InputError: the package is not installed.
@@ -35,7 +35,7 @@ class _Tracker(Callback):
 
     package = ""
     _run: RunInfo
-    # The figures of the epochs; in the summary, those names are of the epoch whose weights are kept.
+    # Metrics of the epochs; in the summary, they are those of the epoch whose weights are kept.
     _logged: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Tracker(Callback):
             )
 
     def _id_of(self, run: RunInfo) -> str | None:
-        """Return the id under which the tracker knows a run that continues."""
+        """Return the tracker's id of a resumed run."""
         return _ids(run.path).get(self.package) if run.epoch else None
 
     def _keep_id(self, run: RunInfo, number: str) -> None:
@@ -53,16 +53,15 @@ class _Tracker(Callback):
         write_atomically(run.path / LOGS / TRACKER_IDS, (json.dumps(content, indent=2) + "\n").encode())
 
     def _of_epoch(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Return the figures of an epoch."""
+        """Return the metrics of an epoch."""
         self._logged |= metrics.keys()
         return _numbers(metrics)
 
     def _of_run(self, summary: dict[str, Any]) -> dict[str, float]:
-        """Return the figures of the summary that are not a series over the epochs."""
+        """Return the metrics of the summary that are not a series over the epochs."""
         return {name: value for name, value in _numbers(summary).items() if name not in self._logged}
 
     def _pictures(self) -> dict[str, Path]:
-        """Return the pictures of the finished run, by name."""
         return {Path(name).stem: path for name in PICTURES if (path := self._run.path / name).is_file()}
 
 
@@ -74,13 +73,12 @@ def _ids(run: Path) -> dict[str, str]:
 
 
 def _settings(run: RunInfo) -> dict[str, Any]:
-    """Return the recipe by dotted keys, and what else describes a run."""
+    """Return the recipe by dotted keys, and other settings of a run."""
     keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
     return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
 
 
 def _numbers(figures: dict[str, Any]) -> dict[str, float]:
-    """Return the figures that are finite numbers."""
     return {
         key: value
         for key, value in figures.items()
@@ -92,7 +90,7 @@ class TensorBoard(_Tracker):
     """Writes TensorBoard event files.
 
     Args:
-        folder: where; by default `tensorboard` in the run folder, so that `tensorboard --logdir runs` shows all runs.
+        folder: by default `tensorboard` in the run folder, so that `tensorboard --logdir runs` shows all runs.
 
     Raises:
         InputError: tensorboard is not installed.
@@ -110,7 +108,7 @@ class TensorBoard(_Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
-        # What an interrupted run has written of the epochs to come is hidden.
+        # Hide what an interrupted run has written for later epochs.
         purge = run.epoch + 1 if run.epoch else None
         self._writer = SummaryWriter(str(self.folder or run.path / TENSORBOARD), purge_step=purge)
         lines = [f"    {key} = {value}" for key, value in _settings(run).items()]
@@ -123,7 +121,7 @@ class TensorBoard(_Tracker):
         self._writer.flush()
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        """Write the figures of the test and the pictures, and close the file."""
+        """Write test metrics and pictures, and close the file."""
         import numpy as np
         from PIL import Image
 
@@ -139,12 +137,12 @@ class TensorBoard(_Tracker):
 
 
 class WandB(_Tracker):
-    """Logs to Weights & Biases, as its environment variables say: `WANDB_MODE=offline` needs no account.
+    """Logs to Weights & Biases, configured by its environment variables: `WANDB_MODE=offline` needs no account.
 
     Args:
         project: by default `WANDB_PROJECT`, else `flatout`.
-        name: of the run; by default that of the run folder.
-        **options: of `wandb.init`.
+        name: the run's name; by default that of the run folder.
+        **options: options of `wandb.init`.
 
     Raises:
         InputError: wandb is not installed.
@@ -159,7 +157,7 @@ class WandB(_Tracker):
         self.name, self.options = name, options
 
     def on_start(self, run: RunInfo) -> None:
-        """Start a run in the tracker, or continue it."""
+        """Start or continue a run in the tracker."""
         self._run, self._library = run, importlib.import_module(self.package)
         options = {"project": self.project, "name": self.name or run.path.name, "config": _settings(run)}
         self._open(run, options | self.options)
@@ -189,8 +187,8 @@ class Trackio(WandB):
 
     Args:
         project: by default `TRACKIO_PROJECT`, else `flatout`.
-        name: of the run; by default that of the run folder.
-        **options: of `trackio.init`.
+        name: the run's name; by default that of the run folder.
+        **options: options of `trackio.init`.
 
     Raises:
         InputError: trackio is not installed.
@@ -199,18 +197,18 @@ class Trackio(WandB):
     package = "trackio"
 
     def _open(self, run: RunInfo, options: dict[str, Any]) -> None:
-        # A run of trackio is known by its name.
+        # trackio identifies runs by name.
         known = self._id_of(run)
         self._library.init(**({"name": known, "resume": "allow"} if known else {"resume": "never"}) | options)
         self._keep_id(run, options["name"])
 
 
 class MLflow(_Tracker):
-    """Logs to MLflow, as its environment variables say: `MLFLOW_TRACKING_URI` names a server or a folder.
+    """Logs to MLflow, configured by its environment variables: `MLFLOW_TRACKING_URI` names a server or a folder.
 
     Args:
         experiment: by default `MLFLOW_EXPERIMENT_NAME`, else `flatout`.
-        name: of the run; by default that of the run folder.
+        name: the run's name; by default that of the run folder.
 
     Raises:
         InputError: mlflow is not installed.
@@ -225,7 +223,7 @@ class MLflow(_Tracker):
         self.name = name
 
     def on_start(self, run: RunInfo) -> None:
-        """Start a run in the experiment, or continue it."""
+        """Start or continue a run in the experiment."""
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
@@ -253,7 +251,7 @@ class MLflow(_Tracker):
             self._client.log_artifact(self._id, str(path))
         stopped = str(summary.get("stopped") or "")
         states = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
-        # Other reasons, such as early stopping, are ordinary ends.
+        # Other reasons, such as early stopping, are normal.
         self._client.set_terminated(self._id, states.get(stopped.partition(" ")[0].rstrip(":"), "FINISHED"))
         self._client = None
 
@@ -268,10 +266,10 @@ class MLflow(_Tracker):
 
 
 def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    """Return the callbacks that a caller gives: a `Callback`, the name of a tracker, or several of these.
+    """Return the callbacks for a `Callback`, the name of a tracker, or several of these.
 
     Raises:
-        InputError: one is neither, or has a method that would never be called; a tracker's package is not installed.
+        InputError: one is neither, or has an unknown `on_...` method; a tracker's package is not installed.
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         given = [given]

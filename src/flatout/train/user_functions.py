@@ -1,4 +1,4 @@
-"""Functions of the user's in training: a loss, changes to images and to whole batches, and metrics."""
+"""User functions: a loss, transforms of images and of whole batches, and metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UserFunctions:
-    """What a caller of `fit` gives as functions.
+    """The functions that a caller of `fit` passes.
 
     Attributes:
-        loss: of logits [B, K] and targets; returns a loss for each image, [B]. None for that of the recipe.
-        transforms: of one image float32 [C, H, W] in 0..1, augmented; each returns such an image.
-        batch_transforms: of images float32 [B, C, H, W], augmented and normalised; each returns such images.
-        metrics: pairs of a name and a function of labels and answers, as those of scikit-learn.
+        loss: a function of logits [B, K] and targets that returns a loss for each image, [B]; None for the recipe's.
+        transforms: functions of one augmented image, float32 [C, H, W] in 0..1; each returns such an image.
+        batch_transforms: functions of augmented and normalised images, float32 [B, C, H, W]; each returns such images.
+        metrics: pairs of a name and a function of labels and predictions, as in scikit-learn.
     """
 
     loss: Callable[..., Any] | None = None
@@ -29,7 +29,7 @@ class UserFunctions:
     metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
     def check(self, recipe: Recipe, engine: str) -> None:
-        """Raise InputError where the engine or the recipe cannot use them. Metrics are always possible."""
+        """Raise InputError if the engine or the recipe cannot use them. Metrics are always possible."""
         given = next(iter(self._in_training()), "")
         reasons = {
             "the XLA engine compiles its own losses and augmentations; use engine='torch'": engine == "xla",
@@ -40,13 +40,13 @@ class UserFunctions:
                 raise InputError(f"{given}: a function of your own cannot be used here: {reason}")
 
     def notes(self) -> list[str]:
-        """Return sentences about what a recipe cannot hold."""
+        """Return notes about functions that a recipe cannot contain."""
         return [
             f"{name} is a function given in Python: recipe.toml does not contain it" for name in self._in_training()
         ]
 
     def for_engine(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the arguments of the torch engine; none where there are no functions."""
+        """Return arguments of the torch engine; empty without functions."""
         per_image = (PerImage(self.transforms, recipe),) if self.transforms else ()
         transforms = (*per_image, *self.batch_transforms)
         return {"loss": self.loss, "batch_transforms": transforms} if self._in_training() else {}
@@ -58,10 +58,10 @@ class UserFunctions:
 
 
 class PerImage:
-    """Transforms of one image, as a transform of a batch of normalised images.
+    """Applies transforms of single images to a batch of normalised images.
 
     Args:
-        transforms: of float32 [C, H, W] in 0..1, on the device; each returns such an image.
+        transforms: functions of float32 [C, H, W] in 0..1, on the device; each returns such an image.
     """
 
     def __init__(self, transforms: tuple[Callable[..., Any], ...], recipe: Recipe) -> None:
@@ -76,7 +76,7 @@ class PerImage:
         import torch
 
         mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (self._data.mean, self._data.std))
-        # Mixing and erasing stay in 0..1; rounding may leave it.
+        # Mixing and erasing stay in 0..1, but rounding may exceed it.
         images = (images_BCHW * std + mean).clamp(0, 1)
         return (torch.stack([self._changed(image) for image in images]) - mean) / std
 
@@ -100,10 +100,10 @@ class PerImage:
 
 
 def user_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:
-    """Return the functions that a caller of `fit` gives.
+    """Validate and return the functions passed to `fit`.
 
     Raises:
-        InputError: one is not a function, or a metric has no name or that of a built-in one.
+        InputError: one is not a function, or a metric has no name or a built-in one's.
     """
     return UserFunctions(
         loss=loss,

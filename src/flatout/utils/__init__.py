@@ -1,1 +1,1 @@
-"""What every layer needs."""
+"""Utilities of all packages."""

@@ -1,4 +1,4 @@
-"""Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages go to a log too."""
+"""Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages are also logged."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 # Seconds between two updates of the bar, and between two requests for the loss, which wait for the device.
 BAR_INTERVAL = 0.5
 LOSS_INTERVAL = 1.0
-# Without a bar progress is a line: after these seconds, and then after this share of the time so far.
+# Without a bar, progress is printed as a line after these seconds, and then after this share of the elapsed time.
 LINE_INTERVAL, LINE_SHARE = 10.0, 0.1
 
 
@@ -40,7 +40,7 @@ class Console:
     """Prints messages and progress, and copies every message to the log of its rank once that is open.
 
     Args:
-        stream: where lines go; None prints nothing.
+        stream: receives the lines; None prints nothing.
         rank: the rank of this process; only rank 0 shows progress.
         device: torch's name of the rank's device, for the log; it may be set until the log is open.
         display: in place of a stream.
@@ -77,12 +77,12 @@ class Console:
         self._write_pending()
 
     def hand_over(self) -> list[tuple[str, str]]:
-        """Return and forget the messages that wait for a log, which the console of another process writes."""
+        """Return and clear the pending log messages, which the console of another process writes."""
         lines, self._pending = self._pending, []
         return lines
 
     def take_over(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Put messages that another process's console has shown first in the log."""
+        """Insert messages that another process's console has shown at the start of the log."""
         self._pending[:0] = lines
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Console:
         self._show("close")
 
     def replay(self, event: str) -> None:
-        """Show what a console in another process wrote to its `Relay`."""
+        """Show an event that another process's console wrote to its `Relay`."""
         self._show(*json.loads(event))
 
     def _write_pending(self) -> None:
@@ -149,12 +149,12 @@ class Console:
             if self._display is not None:
                 getattr(self._display, event)(*arguments)
         except OSError:
-            # The reader has gone (`| head`), or the disk is full: training continues, and the log has all messages.
+            # The pipe is closed (`| head`) or the disk is full: training continues, and the log has all messages.
             self._display = None
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: `3.1 s`, `47 s`, `4 min 29 s`, `1 h 02 min`."""
+    """Format a duration: `3.1 s`, `47 s`, `4 min 29 s`, `1 h 02 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -166,7 +166,7 @@ def duration(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things as text: `1 step`, `2,000 steps`."""
+    """Format a count: `1 step`, `2,000 steps`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -181,7 +181,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook; having imported one is not enough."""
+    """Whether this process is the kernel of a notebook; an imported IPython is not enough."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
@@ -224,7 +224,7 @@ class _TerminalBar(Display):
         room, fitting = self._console.width - bar_width - len(" 100%  "), list(parts)
         while len("  ".join(fitting)) > room and len(fitting) > 1:
             fitting.pop()
-        # The bar may shrink to three columns, and the share of the work stays.
+        # The bar may shrink to three columns; the percentage is kept.
         most = max(1, self._console.width - 9)
         fitting[0] = textwrap.shorten(fitting[0], most, placeholder="", break_long_words=False) or fitting[0]
         if self._progress is None:
@@ -265,7 +265,7 @@ class _NotebookBar(Display):
 
     def close(self) -> None:
         if self._handle is not None:
-            # An output that is shown cannot be taken back, only emptied.
+            # A displayed output cannot be removed, only cleared.
             self._draw({"text/html": "", "text/plain": ""})
             self._handle = None
 

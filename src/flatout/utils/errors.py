@@ -1,4 +1,4 @@
-"""The ways a run can end early that are not a bug in flatout, each with its exit code."""
+"""Expected errors that end a run, each with its exit code."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ _SIGNALLED = 128
 class InputError(ValueError):
     """A file, a flag or a value is wrong. The message is all that the user sees: it names the cause and the fix.
 
-    `details` are plain values that `--json` prints: whole lists, where the message has their beginning.
+    `details` are plain values that `--json` prints: complete lists where the message is shortened.
     """
 
     exit_code = WRONG_INPUT
@@ -24,9 +24,9 @@ class InputError(ValueError):
 
 
 class WeightsUnavailable(InputError):
-    """Published weights are neither on this host nor to be downloaded now: no network, offline, refused.
+    """Published weights are not on this host and cannot be downloaded now: no network, offline, refused.
 
-    `problem` is the message without the fix, for those who go on without the weights.
+    `problem` is the message without the fix, for callers that continue without the weights.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -41,7 +41,7 @@ class TrainingFailed(RuntimeError):
 
 
 class CallbackFailed(TrainingFailed):
-    """A callback of the user's raised an exception. The message names both."""
+    """A user's callback raised an exception. The message names both."""
 
 
 class DiskFull(TrainingFailed):
@@ -68,7 +68,7 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Have a function handle signals inside the block; in a thread other than the main one there are none."""
+    """Handle signals by a function inside the block; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,19 +91,19 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host ran out of memory; torch raises RuntimeError for both."""
+    """Whether a device or the host ran out of memory; torch raises RuntimeError for both."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's text, or its type if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and what led to it, the first cause last."""
+    """Return an error and its chain of causes, the first cause last."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -112,5 +112,5 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 
 def one_line(text: object) -> str:
-    """Return a text from a file as part of a message: short, and all of its characters printable."""
+    """Shorten a text from a file and escape unprintable characters, for a message."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:300])

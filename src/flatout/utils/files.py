@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and locks."""
+"""Atomic files, and locks."""
 
 import contextlib
 import errno
@@ -16,9 +16,9 @@ _TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
-    """Lock a file until the returned descriptor is closed or the process ends; None where another holds it.
+    """Lock a file until the returned descriptor is closed or the process ends; None if another process has it.
 
-    The file is made if it is missing and the lock is not `shared`, that is, compatible with other shared locks.
+    A missing file is created unless the lock is `shared`, that is, compatible with other shared locks.
     """
     descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -32,10 +32,10 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
 
 
 def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, flush it to the disk, then rename it. Nothing is left after an error.
+    """Write a temporary file next to `path`, flush it to disk, then rename it. An error leaves nothing behind.
 
     Args:
-        path: the file; an existing one is replaced only when the new one is whole.
+        path: the file; an existing one is replaced only when the new one is complete.
         content: its bytes, or a function that writes the path it is given.
 
     Raises:
@@ -48,7 +48,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         with contextlib.suppress(OSError):  # some network file systems have no locks
             descriptor = lock(temporary)  # so that it is not swept
         if callable(content):
-            # Some writers make files that only their owner may read; the umask decides here.
+            # Some writers create files readable only by their owner; apply the umask instead.
             temporary.touch()
             mode = temporary.stat().st_mode
             content(temporary)
@@ -71,7 +71,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
 
 
 def sweep_temporary_files(folder: Path) -> None:
-    """Remove what `write_atomically` left in a folder and its subfolders in processes that were killed."""
+    """Remove temporary files of killed processes from a folder and its subfolders."""
     for path in folder.rglob(".*.tmp"):
         with contextlib.suppress(OSError):
             if _TEMPORARY.fullmatch(path.name) and (descriptor := lock(path, wait=False)) is not None:

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-# What a container may use.
+# The limits of a container.
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -22,7 +22,7 @@ def usable_cores() -> int:
 
 
 def physical_cores() -> int:
-    """Return the number of physical cores that this process may use: arithmetic gains nothing from hyper-threads."""
+    """Return the number of physical cores that this process may use: hyper-threads do not speed up arithmetic."""
     import psutil
 
     return max(1, min(usable_cores(), psutil.cpu_count(logical=False) or usable_cores()))
@@ -36,7 +36,7 @@ def available_memory() -> int:
     with contextlib.suppress(OSError, ValueError, LookupError):
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # The file cache counts as used; the system gives back what is inactive.
+        # The file cache counts as used; its inactive part can be reclaimed.
         free = min(free, limit - used + int(counts["inactive_file"]))
     return free
 
@@ -59,14 +59,14 @@ def processor_name() -> str:
 
 
 def processor_flags() -> set[str]:
-    """Return the instruction-set flags of the processor; empty where the system does not list them."""
+    """Return the instruction-set flags of the processor; empty if the system does not list them."""
     return {flag for line in _lines("/proc/cpuinfo", "flags", "Features")[:1] for flag in line.split()}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that results depend on, and CUDA's in torch.
 
-    None of them is imported, which would take seconds.
+    They are not imported, which would take seconds.
     """
     found = {"Python": platform.python_version(), **installed("torch"), "CUDA": _cuda_of_torch()}
     required = ("timm", "numpy", "pillow", "simplejpeg", "safetensors", "huggingface-hub")
@@ -101,7 +101,7 @@ def _cuda_of_torch() -> str:
 
 
 def _lines(path: str, *keys: str) -> list[str]:
-    """Return the values of the lines `KEY: VALUE` with one of the keys; none where the file cannot be read."""
+    """Return the values of the lines `KEY: VALUE` with one of the keys; none if the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError:
@@ -111,7 +111,7 @@ def _lines(path: str, *keys: str) -> list[str]:
 
 @cache
 def process_place() -> str:
-    """Return where the numbers of processes mean this process's own: the host, and its container on Linux."""
+    """Return the PID namespace of this process: the host, and its container on Linux."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:

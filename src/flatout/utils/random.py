@@ -33,7 +33,7 @@ class Stream(IntEnum):
 def raw(seed: int, stream: Stream, index: int, count: int, start: int = 0) -> np.ndarray:
     """Return `count` uniform 64-bit integers (uint64 [count]) for one index, such as an epoch, of one stream.
 
-    They are those from `start` on, a multiple of 4, as the generator makes four numbers at once.
+    They begin at `start`, a multiple of 4, because the generator makes four numbers at once.
     """
     assert start % 4 == 0
     key = np.array([seed, (int(stream) << 48) | index], dtype=np.uint64)
@@ -41,7 +41,7 @@ def raw(seed: int, stream: Stream, index: int, count: int, start: int = 0) -> np
 
 
 def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...], start: int = 0) -> np.ndarray:
-    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each; of rows from `start` on.
+    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each; rows begin at `start`.
 
     `start` is a multiple of 4.
     """
@@ -55,14 +55,14 @@ def permutation(seed: int, stream: Stream, index: int, count: int) -> np.ndarray
 
 
 def block_permutation(seed: int, stream: Stream, index: int, count: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a random permutation of 0..count-1, int64 [count], that goes from window to window.
+    """Return a random permutation of 0..count-1, int64 [count], that proceeds window by window.
 
     Blocks of `block` consecutive numbers are shuffled, `WINDOW_BLOCKS` of them at a time form a window, and the numbers
-    of each window are shuffled. The windows are the same for all streams. Where one window holds everything, the result
+    of each window are shuffled. The windows are the same for all streams. If one window contains everything, the result
     is that of `permutation`.
 
     Returns:
-        The permutation, and the place behind each window in it, int64 [windows].
+        The permutation, and the end of each window in it, int64 [windows].
     """
     shuffled = permutation(seed, stream, index, count)
     windows = permutation(seed, Stream.BLOCKS, index, -(-count // block))[shuffled // block] // WINDOW_BLOCKS

@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, writing them, and reading them as far as they exist."""
+"""The files of a run folder: their names, writing them, and reading those that exist."""
 
 import contextlib
 import json
@@ -19,16 +19,16 @@ PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs
 SPLITS = "splits.csv"
 # The event files of a tracker, and in `logs` the ids by which trackers continue a run.
 TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
-# Figures within epochs, see `run.live`. What holds the process that writes the run.
+# Metrics within epochs; see `LiveFile`. The process that writes the run; see `Holder`.
 LIVE, LOCK = f"{LOGS}/live.jsonl", ".lock"
 # The devices of a host, as --devices names them, for a resume without --devices.
 DEVICES = f"{LOGS}/devices"
-# What unknown images are found with.
+# The statistics of the OOD detector.
 KNOWN = "known.safetensors"
 # The runs of a cross-validation, in its folder.
 FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
-# The values that the report reads, by an example of their type. Each may be missing or null.
+# Values that the report reads, as examples of their types. Each may be missing or null.
 _RECIPE_TYPES: dict[str, Any] = {"job": "", "task": "", "model": "", "data": {"path": ""}}
 _SUMMARY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("job", "task", "date", "stopped", "engine", "precision", "pack", "pack_fingerprint"), ""),
@@ -54,25 +54,25 @@ _TYPE_NAMES = {str: "text", float: "a number", int: "a whole number", list: "a l
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
-    """The model's answers on N images of one split, and M of these images, kept to show them.
+    """The model's predictions on N images of one split, and M of these images, for display.
 
     Attributes:
         split: "test", "valid", or "held-out" in a cross-validation.
-        probabilities: as `Task.probabilities` returns them, with the run's temperature, float32 [N, K].
-        labels: as those of a pack.
-        predicted: as labels; a class is -1 where the probabilities are not finite.
+        probabilities: see `Task.probabilities`, with the run's temperature, float32 [N, K].
+        labels: see `Pack.labels`.
+        predicted: like the labels; a class is -1 if the probabilities are not finite.
         sample: int64 [M], the index of each kept image among the N.
         images: uint8 [M, H, W, 1 or 3], as they are shown.
         grid, mistakes: positions among the M.
-        heatmaps: of the first mistakes, what speaks for their answers, uint8 [.., H, W], of the centre of
-            the images where these are larger; None in runs of earlier versions.
+        heatmaps: those of the first mistakes, uint8 [.., H, W], of the centre of the images if these are larger; None
+            in runs of earlier versions.
         row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
-        name: text [N], their files; None where they are not files, and in runs of earlier versions.
-        fold: int64 [N], the fold of each image of a cross-validation, whose answer is that of the run without it.
+        name: text [N], their files; None if they are not files, and in runs of earlier versions.
+        fold: int64 [N], the fold of each image of a cross-validation, predicted by the run without it.
         test_probabilities: of a test split, in a cross-validation and its folds.
         classes: their names, text [K].
-        brightness: of some images, to know them again: the mean values, float32 in 0..1.
-        unknown: how unlike the training images each image is, float32 [N]; None where the run does not know.
+        brightness: the mean values of some images, to recognise them, float32 in 0..1.
+        unknown: the OOD score of each image, float32 [N]; None without a detector.
     """
 
     split: str
@@ -136,7 +136,7 @@ def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
 
 
 def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text and the content of recipe.toml; empty as far as it cannot be read."""
+    """Return the text and the content of recipe.toml; empty if it cannot be read."""
     text, recipe = "", {}
     with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
         text = (run / RECIPE).read_text(encoding="utf-8", errors="replace")
@@ -145,7 +145,7 @@ def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
-    """Raise InputError where a value has another type than its example; an object or a list is checked inside."""
+    """Raise InputError if a value has another type than its example; an object or a list is checked inside."""
     if value is None:
         return
     types = (int, float) if isinstance(example, float) else type(example)
@@ -165,7 +165,7 @@ def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
 
 
 def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
-    """Return the text of a file; empty, with the reason added to `missing`, where it cannot be read."""
+    """Return the text of a file; if unreadable, "", and the reason is added to `missing`."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
 
 
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
-    """Return the content of summary.json; empty, with the reason added to `missing`, where it cannot be read."""
+    """Return the content of summary.json; if unreadable, empty, and the reason is added to `missing`."""
     text = _read_text(run / SUMMARY, missing, "the run did not finish")
     try:
         summary = json.loads(text)
@@ -206,7 +206,7 @@ def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def read_predictions(run: Path, summary: dict[str, Any], missing: dict[str, str]) -> Predictions | None:
-    """Return the answers on test or validation images; None, with the reason added to `missing`, without any."""
+    """Return the predictions on test or validation images; without any, None, and the reason is added to `missing`."""
     path, K = run / PREDICTIONS, len(summary.get("classes") or ()) or 1
     try:
         with np.load(path) as arrays:
@@ -233,7 +233,7 @@ def read_predictions(run: Path, summary: dict[str, Any], missing: dict[str, str]
 def visible(images: np.ndarray, white: int = 0) -> np.ndarray:
     """Return images [..., H, W, C] as uint8 with 1 or 3 channels: the first three of more, the first of two.
 
-    Of 16 bits, `white`, or without it the highest value of all images, becomes white, since many cameras use 12.
+    With 16 bits, `white`, by default the highest value of all images, becomes white, since many cameras use 12.
     """
     images = images[..., : 3 if images.shape[-1] >= 3 else 1]
     if images.dtype == np.uint8:
@@ -247,12 +247,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write a JSON object a line, atomically."""
+    """Write one JSON object per line, atomically."""
     write_atomically(path, "".join(json.dumps(plain(record)) + "\n" for record in records).encode())
 
 
 def plain(value: Any) -> Any:
-    """Return a value of JSON with null in place of NaN and infinity."""
+    """Replace NaN and infinity by null in a JSON value."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

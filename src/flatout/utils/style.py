@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INK, MUTED, FAINT, EMPTY = "#1d2329", "#66707b", "#d5dbe1", "#f1f3f5"
 RIGHT, WRONG, ORANGE, PURPLE = "#0b62b0", "#c4331d", "#d2620a", "#8a6fb0"
 
-# Fonts with Chinese, Japanese and Korean characters; the font that matplotlib brings has none.
+# Fonts with Chinese, Japanese and Korean characters; matplotlib's own font has none.
 _CJK_FONTS = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC", "Hiragino Sans GB",
     "Microsoft YaHei", "SimHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
@@ -29,9 +29,9 @@ _CJK_FONTS = (
 
 
 def readable_on(colour: Any) -> str:
-    """Return black or white, whichever can be read better on a colour of red, green and blue in 0..1.
+    """Return black or white, whichever is more readable on an RGB colour in 0..1.
 
-    The contrast is 4.5 at least, by the relative luminance of WCAG 2.
+    The contrast is at least 4.5, by the relative luminance of WCAG 2.
     """
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -53,7 +53,7 @@ def new_figure(
 
 
 def write_png(figure: "Figure", path: Path) -> None:
-    """Write the figure as a PNG. Raises InputError where the file cannot be written."""
+    """Write the figure as a PNG. Raises InputError if the file cannot be written."""
     buffer = io.BytesIO()
     with no_glyph_warnings():
         figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -66,7 +66,7 @@ def no_glyph_warnings() -> warnings.catch_warnings:
 
 
 def style_panel(axes: "Axes", title: str, x_label: str = "") -> None:
-    """Give axes the common look: title at the left, horizontal grid lines, no frame."""
+    """Apply the common style: title at the left, horizontal grid lines, no frame."""
     axes.set_title(title, fontsize=10, weight="bold", color=INK, loc="left")
     axes.set_facecolor("#ffffff")
     axes.set_xlabel(x_label, fontsize=8, color=MUTED)
@@ -92,7 +92,7 @@ def add_legend(axes: "Axes", **options: Any) -> None:
 
 
 def add_label(axes: "Axes", x: float, y: float, text: str, *, below: bool = False) -> None:
-    """Write a value above or below a point, on a white ground because a line may pass there."""
+    """Write a value above or below a point, on a white background because a line may pass there."""
     axes.annotate(
         text, (x, y), (0, -5 if below else 5), textcoords="offset points", fontsize=8, color=INK, ha="center",
         va="top" if below else "bottom", bbox={"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
@@ -106,7 +106,7 @@ def add_message(axes: "Axes", text: str) -> None:
 
 
 def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None:
-    """Return matplotlib's error bars from the medians to the least and the most; None if nothing was repeated."""
+    """Return matplotlib's error bars from the medians to minimum and maximum; None if nothing was repeated."""
     if all(f["min"] == f["max"] for f in figures):
         return None
     return [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
@@ -115,7 +115,7 @@ def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None
 def draw_bars(
     axes: "Axes", names: Sequence[str], figures: Sequence[Mapping[str, float]], text: Callable[[float], str]
 ) -> None:
-    """Draw a bar for each median, a whisker from the least to the most, the value above and the name below."""
+    """Draw a bar for each median, a whisker from minimum to maximum, the value above and the name below."""
     medians = [figure["median"] for figure in figures]
     errors = {"ecolor": MUTED, "capsize": 3}
     axes.bar(range(len(names)), medians, yerr=whiskers(figures), width=0.55, color=RIGHT, error_kw=errors)
@@ -144,7 +144,7 @@ def finite(value: object) -> float | None:
 
 
 def number(value: float, decimals: int = 3) -> str:
-    """Return a figure as text: with so many decimals below 10, with four digits below 1,000, else as a whole number."""
+    """Format a number: with `decimals` below 10, four digits below 1,000, else as an integer."""
     size = abs(value)
     if size < 10:
         return f"{value:.{decimals}f}" if size >= 0.01 or not size else f"{value:.{decimals}g}"
@@ -152,7 +152,7 @@ def number(value: float, decimals: int = 3) -> str:
 
 
 def plain(value: float) -> str:
-    """Return a figure as text with four digits, or as a whole number; never with an exponent because it is large."""
+    """Format a number with four digits, or as an integer; large numbers have no exponent."""
     return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
 
 

@@ -7,7 +7,7 @@ from flatout.config import Recipe, from_dict
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError
 
-# Training images and classes of the data that a job is about, as published, for planning without it.
+# Published numbers of training images and classes of the jobs' data, for planning without it.
 PUBLISHED = {
     "cats-dogs": (8_000, 2),
     "fashion-mnist": (60_000, 10),
@@ -28,7 +28,7 @@ def load_job(name: str) -> Recipe:
     """Return the recipe of a built-in job.
 
     Raises:
-        InputError: there is no such job; the nearest is named.
+        InputError: there is no such job; the nearest is suggested.
     """
     if name not in builtin_jobs():
         raise InputError(f"no job, recipe file or data called {name!r}; {nearest(name, builtin_jobs())}")

@@ -13,7 +13,7 @@ class Format:
 
     Attributes:
         kind: its name; this and the next two are its row of the table in docs/data.md.
-        give: what a user gives.
+        give: the path or value that a user passes.
         recognised_by: how it is recognised.
         recognise: takes a path, a class list or None, and options; returns the data if the path has this format.
     """

@@ -36,7 +36,7 @@ def _assemble(
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
 ) -> ImageDataset:
-    """Assemble split -> (images, labels) as arrays; the training images decide the range of pixels."""
+    """Assemble split -> (images, labels) as arrays; the training images determine the range of pixels."""
     scale, converted = None, {}
     for name, (pixels, labels) in in_order(splits, path or "data").items():
         where = f"{path or 'data'}: {name}"
@@ -65,7 +65,7 @@ def _opened(path: Path) -> Iterator["BufferedIOBase | _Bounded"]:
 
 
 class _Bounded:
-    """A compressed stream that refuses to expand far beyond the size of its file."""
+    """A compressed stream that refuses decompression bombs."""
 
     def __init__(self, stream: BufferedIOBase, path: Path, compressed: int) -> None:
         self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
@@ -85,7 +85,7 @@ _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 
 
 def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise the `.npy` files of a folder, one `.npy` file with the labels beside it, or an `.npz` file.
+    """Recognise the `.npy` files of a folder, one `.npy` file with labels next to it, or an `.npz` file.
 
     Raises:
         InputError: labels are missing, or two files could be the same.
@@ -95,7 +95,7 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
         return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
     pairs: dict[str, tuple[Path, Path]] = {}
     files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
-    # A CSV file may list `.npy` files of one image each.
+    # The `.npy` files may be images that a CSV file lists.
     is_listed = files and any(entry.name.lower().endswith((".csv", ".tsv")) for entry in visible(path))
     if files and not (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
@@ -114,7 +114,7 @@ def _npy_files(folder: Path) -> list[Path]:
 
 
 def _labels_beside(path: Path) -> Path:
-    """Find the file with the same name but for the words that mean images or labels."""
+    """Find the labels file, whose name differs only in the words that mean images or labels."""
 
     def rest(file: Path) -> list[str]:
         return [word for word in words_of(file.stem) if word not in _IMAGE_WORDS | _LABEL_WORDS]
@@ -205,7 +205,7 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise the IDX set in a folder.
+    """Recognise an IDX data set in a folder.
 
     Raises:
         InputError: a file's partner or the training split is missing, or two files could be the same.
@@ -271,7 +271,7 @@ def read_idx(path: Path) -> np.ndarray:
         dtype = np.dtype(_IDX_TYPES[magic[2]])
         size = math.prod(shape) * dtype.itemsize
         content = bytearray()
-        # By blocks, so that a wrong header cannot make it ask for all memory.
+        # In blocks, so that a wrong header cannot exhaust memory.
         while len(content) < size and (block := stream.read(min(size - len(content), 1 << 24))):
             content += block
         if len(shape) < magic[3] or len(content) < size:
@@ -292,7 +292,7 @@ _CIFAR_PICKLES = (("data_batch_1", "test_batch"), ("train", "test", "meta"))
 
 
 def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise the CIFAR set in a folder.
+    """Recognise a CIFAR data set in a folder.
 
     Raises:
         InputError: it is the Python version.
@@ -353,7 +353,7 @@ def recognise_json(path: Path, class_list: Path | None, options: ReadOptions) ->
 
 
 def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
-    """Parse a file as a stream: as Python floats, a whole set takes gigabytes."""
+    """Parse a file as a stream: a whole data set of Python floats would take gigabytes."""
     import ijson
 
     pairs = [_Pair(path, SPLITS[0])]
@@ -382,7 +382,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
     if count != len(SPLITS):
         fix = "" if count else "; a list of JSON objects is read from a .jsonl file, one on each line"
         raise InputError(f"{path}: holds {count} pairs with images; {_JSON_LAYOUT}{fix}")
-    # The training images decide the scale: a few dark images could look like another.
+    # The training images determine the scale: a few dark test images could suggest another.
     first = pairs[0].images()
     scale = value_range(float(first.min()), float(first.max()), path, signed=True)
     splits = {pair.name: (to_uint8(pair.images(), scale, f"{path}: {pair.name}"), pair.labels) for pair in pairs}
@@ -390,7 +390,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
 
 
 class _Shallow:
-    """A JSON stream that refuses deep nesting: ijson keeps the path to each level, which takes memory squared."""
+    """A JSON stream that refuses deep nesting: ijson keeps the path to each level, so memory is quadratic in depth."""
 
     def __init__(self, stream: "BufferedIOBase | _Bounded", path: Path) -> None:
         self._stream, self._path, self._depth, self._begun = stream, path, 0, b""
@@ -404,7 +404,7 @@ class _Shallow:
             text, self._begun = text[:start], text[start:]
         begins, ends = text.count(b"[") + text.count(b"{"), text.count(b"]") + text.count(b"}")
         deepest = self._depth + begins
-        if deepest > _MAX_DEPTH:  # perhaps
+        if deepest > _MAX_DEPTH:
             marks = np.frombuffer(text, np.uint8)
             opened, closed = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
             steps = opened.view(np.int8) - closed.view(np.int8)
@@ -455,12 +455,12 @@ def load_digits_source() -> ImageDataset:
 
 
 def is_array(value: object) -> bool:
-    """Tell whether a value is a NumPy array, a torch tensor or the like, rather than a data set."""
+    """Whether a value is a NumPy array, a torch tensor or similar, rather than a data set."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def is_pair(value: object) -> bool:
-    """Tell whether a value is (images, labels) as arrays; labels may be a plain list."""
+    """Whether a value is (images, labels) as arrays; labels may be a plain list."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return False
     images, labels = value
@@ -505,7 +505,7 @@ def _kind(value: object) -> str:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    if hasattr(value, "detach"):  # a torch tensor, maybe on another device
+    if hasattr(value, "detach"):  # a torch tensor, possibly on another device
         value = value.detach().cpu()
     return np.asarray(value)
 

@@ -37,9 +37,9 @@ PARQUET_KIND, SAVED_KIND, TORCH_KIND = "Parquet files", "saved Hugging Face data
 
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
 _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
-# Row groups in memory: two at least, as threads that decode are in two where one ends; more if they are small.
+# Row groups in memory: at least two, since decoding threads overlap at boundaries; more if they are small.
 _MIN_GROUPS, _GROUP_BYTES = 2, 1 << 27
-# More rows than these need a byte each in the file.
+# Above this many rows, a file must have at least a byte per row.
 _FEW_ROWS = 1_000_000
 
 
@@ -115,7 +115,7 @@ def _read_tables(
 
 
 class _Groups:
-    """Row groups of all files, of which those that were used last are in memory."""
+    """Row groups of all files; the most recently used are in memory."""
 
     def __init__(self, largest: int) -> None:
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class _Groups:
 
     def read(self, table: "_Table", number: int) -> Any:
         """Read the encoded images of a row group, an Arrow array of bytes."""
-        with self._lock:  # each group is read once, also for several threads
+        with self._lock:  # threads that need the same group read it once
             return self._read(table, number)
 
 
@@ -148,7 +148,7 @@ class Cell:
             raise OSError(errno.EIO, f"row group {self.group} cannot be read ({first_line(error)})") from None
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
-        return bytes(content)  # of a list of numbers too
+        return bytes(content)  # also of a list of numbers
 
 
 class _Table:
@@ -163,7 +163,7 @@ class _Table:
                 table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
                 self._image, self._label = self._choose_columns(table.schema, options)
                 self._arrow = table.select([self._image, self._label])
-                self._arrow.validate(full=True)  # Arrow trusts what it maps: a wrong offset would end the process
+                self._arrow.validate(full=True)  # a wrong offset in mapped data would crash the process
                 sizes = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels, self.largest_group = [self._arrow.column(self._label)], 0
                 self.class_names = _class_names(table.schema, self._label)
@@ -187,9 +187,9 @@ class _Table:
                     f"{self.path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again"
                 )
             columns = [file.schema.column(i) for i in range(len(file.schema))]
-            # What is stored once stays so in memory: a page of a kilobyte may be a billion rows.
+            # Keep dictionary encoding in memory: a page of a kilobyte may be a billion rows.
             self._stored_once = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-            # Metadata of columns are not looked at: pyarrow ends the process if they are damaged.
+            # Column metadata is not read: pyarrow crashes the process if it is damaged.
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
             refuse_bomb(self.path, size, sum(group.total_byte_size for group in groups))
             self.largest_group = max((group.total_byte_size for group in groups), default=0)
@@ -223,7 +223,7 @@ class _Table:
         """Read the encoded images of a row group, an Arrow array of bytes."""
         if self._arrow is not None:
             return _bytes_of(self._arrow.column(self._image).chunk(number))
-        # Opened for each row group, as there may be more files than a process may have open.
+        # Opened for each row group, because there may be more files than a process can have open.
         with self._open() as file:
             size = file.metadata.row_group(number).total_byte_size
             if size > MAX_FILE_BYTES:
@@ -233,7 +233,7 @@ class _Table:
 
 
 def _values(array: Any) -> list[Any]:
-    """List the values of an Arrow array; those of a dictionary are the same objects each time."""
+    """List the values of an Arrow array; equal values of a dictionary array are one object."""
     if pa.types.is_dictionary(array.type):
         known = array.dictionary.to_pylist()
         return [None if i is None else known[i] for i in array.indices.to_pylist()]
@@ -255,25 +255,25 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
-    """Choose the column that an option names, else the only one, else the first with a usual name; or nothing."""
+    """Choose the column that an option names, else the only one, else the first with a usual name, else None."""
     if given or len(among) == 1:
         return given or among[0]
     return next((name for wanted in usual for name in among if name.lower() == wanted), "")
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """Find name -> feature as the library datasets describes it; empty without such metadata."""
+    """Return name -> feature from the metadata of the datasets library; empty without it."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    # Versions before 4 of the library write a list of one feature for lists.
+    # Versions before 4 of the library write lists as a list of one feature.
     items = {name: f[0] if isinstance(f, list) and f else f for name, f in features}
     return {name: f for name, f in items.items() if isinstance(f, dict)}
 
 
 def _of_items(feature: dict[str, Any]) -> dict[str, Any]:
-    """Find the feature of the items, where one is a list of them."""
+    """Return the feature of the items of a list feature."""
     items = feature.get("feature")
     return items if isinstance(items, dict) else feature
 
@@ -295,11 +295,11 @@ SAVED = Format(
 
 # Data sets in Python
 
-# Interpolation in floats may leave 0..1 by this much.
+# Float interpolation may exceed 0..1 by this much.
 _TOLERANCE = 1e-3
 _READ_TWICE = 16
 _FIRST_GUESS = 1024
-# Where an item is a dict: the names of its image and its label, in the order in which they are tried.
+# Keys of the image and the label in items that are dicts, in the order of preference.
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "target", "targets", "y", "fine_label", "class")
 _RANDOM = (
@@ -310,7 +310,7 @@ _RANDOM = (
 
 
 def is_dataset(value: object) -> bool:
-    """Tell whether a value is a data set: indexed with a length, or iterable, but not an array, mapping or tuple."""
+    """Whether a value is a data set: indexed with a length, or iterable, but not an array, mapping or tuple."""
     has_items = _is_map_style(value) or hasattr(value, "__iter__")
     return has_items and not is_array(value) and not isinstance(value, (Mapping, tuple, str, bytes))
 
@@ -323,9 +323,9 @@ def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     """Read data sets whose items are (image, label), or dicts of these, once into an array.
 
     A data set has a length and items, or is iterated once to its end. An image is a PIL image, or uint8, uint16 or
-    float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W]. The first items are read again to
-    detect a random transform, which becomes a note. Labels are as `arrays.from_arrays` takes them. `data` is a data
-    set, or a tuple (train[, valid], test) or a dict by split of them.
+    float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W]. The first items are read twice to
+    detect random transforms, which a note reports. Labels are as `arrays.from_arrays` takes them. `data` is a data set,
+    or a tuple (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
     splits, names = {name: _read_items(part, name) for name, part in parts.items()}, _names_of(parts["train"])
@@ -353,7 +353,7 @@ def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
                 "conversion into the data set"
             )
         if i == len(images):
-            # Of a data set without a length; memory that is not written to is not used.
+            # Without a length, reserve a maximum; pages that are not written take no memory.
             images = np.concatenate([images, np.empty_like(images)])
         images[i] = image
         labels.append(np.asarray(label))
@@ -418,7 +418,7 @@ def _names_of(dataset: Any) -> tuple[str, ...] | None:
     while dataset is not None:
         features = getattr(dataset, "features", None)
         labelled = [features[key] for key in _LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
-        # Those of Hugging Face name the classes of a column.
+        # Hugging Face data sets name the classes of a column.
         names = getattr(labelled[0], "names", None) if labelled else getattr(dataset, "classes", None)
         if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names):
             return tuple(names)

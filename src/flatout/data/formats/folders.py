@@ -30,12 +30,12 @@ _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
 
 def is_image_name(name: str) -> bool:
-    """Tell whether a file name has the suffix of an image."""
+    """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def without_arrays(files: list[T]) -> list[T]:
-    """Leave out `.npy` files unless all are: beside images, these hold masks and the like."""
+    """Leave out `.npy` files unless there are no others: next to images, these are masks and the like."""
     return [file for file in files if not str(file).lower().endswith(".npy")] or files
 
 
@@ -43,7 +43,7 @@ def without_arrays(files: list[T]) -> list[T]:
 
 
 class Entry:
-    """One entry of a folder. A symbolic link that leads nowhere or in a circle is neither a file nor a folder."""
+    """One entry of a folder. A dangling or circular symbolic link is neither a file nor a folder."""
 
     __slots__ = ("_entry", "name")
 
@@ -56,24 +56,24 @@ class Entry:
         return Path(self._entry.path)
 
     def is_dir(self) -> bool:
-        """Tell whether it is a folder or a link to one."""
+        """Whether it is a folder or a link to one."""
         with suppress(OSError):
             return self._entry.is_dir()
         return False
 
     def is_file(self) -> bool:
-        """Tell whether it is a regular file or a link to one."""
+        """Whether it is a regular file or a link to one."""
         with suppress(OSError):
             return self._entry.is_file()
         return False
 
     def is_symlink(self) -> bool:
-        """Tell whether it is a symbolic link."""
+        """Whether it is a symbolic link."""
         return self._entry.is_symlink()
 
 
 def visible(folder: Path) -> Sequence[Entry]:
-    """List a folder by name, without hidden files and what operating systems leave behind.
+    """List a folder by name, without hidden files and operating system artefacts.
 
     Raises:
         InputError: the folder cannot be read.
@@ -107,7 +107,7 @@ def _folders(folder: Path) -> list[Entry]:
 
 
 def has_images(folder: Path) -> bool:
-    """Tell whether there are images in or below a folder; links to folders count without a look."""
+    """Whether there are images in or below a folder; links to folders count unread."""
     return any(
         entry.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
         for entry in visible(folder)
@@ -115,7 +115,7 @@ def has_images(folder: Path) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Tell whether there are no files in or below a folder."""
+    """Whether there are no files in or below a folder."""
     return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
 
 
@@ -125,7 +125,7 @@ def is_empty(folder: Path) -> bool:
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a tree of class folders.
 
-    A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
+    A class may be called train: next to other class folders, a folder `train` that directly contains images is a class.
 
     Raises:
         InputError: it is unclear which folders are classes.
@@ -146,7 +146,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
                 )
         _refuse_wrapper(path, below)
         splits = {"train": path}
-    # A classes.txt that merely lies in the folder does not count: the folders name the classes.
+    # A classes.txt in the folder is ignored: the folders name the classes.
     names = class_list if options.classes else None
     task = "single-label" if options.task == "auto" else options.task
     return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
@@ -164,13 +164,13 @@ def _split_folders(path: Path) -> dict[str, Path]:
 
 
 def _has_class_folders(folder: Path) -> bool:
-    """Tell whether there are several folders, or one and no image beside it (an image may lie there by mistake)."""
+    """Whether there are several folders, or one folder and no images."""
     below = len(_folders(folder))
     return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
 
 
 def _refuse_wrapper(folder: Path, below: Sequence[Entry]) -> None:
-    """Point to the real folder where an archive was unpacked into one more folder."""
+    """Refuse a folder that wraps the real one, as some archives do."""
     filled = [entry for entry in below if entry.is_symlink() or has_images(entry.path)]
     inner = [entry.name for entry in _folders(filled[0].path)] if len(filled) == 1 else []
     if len(inner) > 1:
@@ -190,7 +190,7 @@ class _Listing:
 
     def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
         real = folder.resolve()
-        if real in above:  # a link to a folder that holds it
+        if real in above:  # a link to a parent folder
             return
         for entry in visible(folder):
             if entry.is_dir():
@@ -243,7 +243,7 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
 
 
 def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
-    """List class name -> its files, and the files outside the class folders."""
+    """Return class name -> files, and the files outside the class folders."""
     classes: dict[str, _Listing] = {}
     loose = _Listing()
     for entry in visible(folder):
@@ -276,7 +276,7 @@ def recognise_names(path: Path, class_list: Path | None, options: ReadOptions) -
 
 
 def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
-    """Read split -> folder, whose own images are taken, not those of folders in it."""
+    """Read split -> folder; images in subfolders are ignored."""
     pattern = re.compile(options.label_pattern)
     group = "label" if "label" in pattern.groupindex else 1
     parts, others = {}, []

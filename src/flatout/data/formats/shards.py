@@ -89,9 +89,9 @@ TFRECORD = Format(
 
 
 def find_shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
-    """Return split -> shards by name, in a folder, as one file, or of a pattern with braces.
+    """Return split -> shards by name, from a folder, a file, or a pattern with braces.
 
-    The split is that of the folder, or of a word of the name; shards without one are training data.
+    The split is given by the folder or by a word of the name; shards without one are training data.
     """
     found: dict[str, list[Path]] = {}
     for split, file in _files(path) if path.is_dir() else ((None, file) for file in expand_braces(path)):
@@ -115,7 +115,7 @@ def reference(
     read: Callable[[dict[str, list[Path]]], ImageDataset],
     beside: tuple[Path, ...] = (),
 ) -> DataSource | None:
-    """Return the data in split -> shards, or None without shards; `beside` are other files that determine it.
+    """Return the data in split -> shards, or None without shards; it also depends on the files `beside`.
 
     Raises:
         InputError: there are no training shards.
@@ -142,7 +142,7 @@ def expand_braces(path: Path) -> list[Path]:
 
 
 def _expand(text: str) -> list[str]:
-    """Expand braces, those in braces too, stopping after one name more than the limit."""
+    """Expand braces, also nested ones, stopping after limit + 1 names."""
     marks, depth = [text.find("{")], 0
     for place in range(marks[0], len(text)) if "{" in text else ():
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -206,7 +206,7 @@ def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
                 first.append(member)
                 if len(first) == _PEEKED or member.offset_data + member.size > _PEEKED_BYTES:
                     break
-    except (InputError, OSError):  # reported where the file is read as a shard or an archive
+    except (InputError, OSError):  # reported when the file is read as a shard or an archive
         return False
     return any(_images(members, options) and _labels(members, options) for _, members in _samples(first))
 
@@ -230,7 +230,7 @@ def _slice(shard: ShardFile, member: tarfile.TarInfo) -> Slice:
 
 
 def _images(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
-    """Return the images of a sample. Ignore auxiliary ones such as `seg.png` next to `jpg`."""
+    """Return the images of a sample, without auxiliary ones such as `seg.png` next to `jpg`."""
     if options.file_column:
         return [members[key] for key in (options.file_column.lower(),) if key in members]
     images = {extension: member for extension, member in members.items() if is_image_name(f".{extension}")}
@@ -255,7 +255,7 @@ def _image_and_label(
 
 
 def _label(place: Slice, options: ReadOptions) -> Any:
-    """Return the label in a member: its text, or a value of its dictionary, which may be a list."""
+    """Return a member's label: its text, or a value (perhaps a list) of its dictionary."""
     if place.size > _MAX_LABEL_BYTES:
         raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
     try:
@@ -293,14 +293,14 @@ class _Sample(NamedTuple):
         return self.labels[0]
 
 
-# Numbers, and places of bytes in the record: images stay in the file until they are decoded.
+# Numbers, and positions of bytes in the record: images stay in the file until they are decoded.
 _Features = dict[str, list[int | float | slice]]
 
 
 def read_tfrecord(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    """Return the source of split -> files; all records are read, and checked if google-crc32c is installed."""
+    """Return the source of split -> files; all records are read, and verified if google-crc32c is installed."""
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
     for split, files in splits.items():
@@ -337,7 +337,7 @@ def read_tfrecord(
 
 
 def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
-    """Return number -> name of the classes, in the order of the numbers, if every record has both."""
+    """Return number -> class name in numeric order, if every record has both."""
     pairs = {sample.label: sample.text for sample in samples}
     if not all(pairs.values()) or not all(isinstance(label, int) for label in pairs):
         return {}
@@ -375,7 +375,7 @@ def _records(shard: ShardFile, descriptor: int) -> Iterator[tuple[int, bytes]]:
             raise InputError(f"{where}: is cut off; get the file again")
         if length > MAX_FILE_BYTES:
             raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        # The data alone, which is not copied again; then its checksum with the next header.
+        # The data alone, which avoids a copy; then its checksum with the next header.
         data, behind = os.pread(descriptor, length, offset + 12), os.pread(descriptor, 16, offset + 12 + length)
         if not _is_intact(data, behind[:4]):
             raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
@@ -429,7 +429,7 @@ def _features(record: bytes) -> _Features:
     {1: repeated value}.
 
     Raises:
-        ValueError, IndexError: the record is damaged or something else.
+        ValueError, IndexError: the record is damaged or not an Example.
     """
     found: _Features = {}
     for features in inside(record, slice(0, len(record)), 1):
@@ -496,14 +496,14 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
-    """Yield the places of the length-delimited fields of one number."""
+    """Yield the positions of the length-delimited fields with one field number."""
     for number, value in fields(record, place):
         if number == wanted and isinstance(value, slice):
             yield value
 
 
 def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field of a message: a number, or the place of bytes, which are not copied.
+    """Yield number and value of each field of a message: a number, or the position of bytes, which are not copied.
 
     Raises:
         ValueError: this is not a message.
@@ -529,7 +529,7 @@ def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
 
 
 def varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
-    """Return a number of up to ten bytes, the lowest seven bits first, and the position behind it."""
+    """Return a varint (up to ten bytes, lowest seven bits first) and the position after it."""
     if position < stop and (number := record[position]) < 0x80:  # nearly all
         return number, position + 1
     number = 0
@@ -545,6 +545,6 @@ def varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
 
 
 def signed(number: int) -> int:
-    """Return the signed meaning of an unsigned number of 64 bits."""
+    """Reinterpret an unsigned 64-bit integer as signed."""
     number &= (1 << 64) - 1
     return number - (1 << 64) if number >> 63 else number

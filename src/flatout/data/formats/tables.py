@@ -2,7 +2,7 @@
 
 A list is one file (with a `split` column or without), a folder with a file for each split, such as `desc_train.csv`, or
 a folder of split folders with a `metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders. Lists
-may have millions of rows, so that columns are handled as a whole.
+may have millions of rows, so columns are processed as a whole.
 """
 
 import csv
@@ -40,7 +40,7 @@ _PADDLE_CLASS_LISTS = ("label_list.txt", "labels.txt")
 _IMAGE_FOLDERS = ("images", "imgs", "img")
 
 _DELIMITERS = ",;\t|"
-# The first line of files that Excel is to open in any country.
+# First line of files that name their delimiter for Excel.
 _GIVEN_DELIMITER = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
 _SNIFFED_LINES, _SNIFFED_BYTES = 20, 65536
 
@@ -49,7 +49,7 @@ _FILE_COLUMNS = (
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
-# Such as label1 and label2, which hold a class each.
+# Such as label1 and label2, one class each.
 _NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
@@ -67,7 +67,7 @@ _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file.
 
-    Beside class folders, the only CSV file is taken if its first row names an image.
+    Next to class folders, the only CSV file is used only if its first row names an image.
 
     Raises:
         InputError: it is unclear which CSV files are meant, or the only one cannot be read.
@@ -99,7 +99,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
     """Recognise the PaddleClas lists of a folder, or one list.
 
     Raises:
-        InputError: two lists mean the same split, or there is none of training images.
+        InputError: two lists are of the same split, or there is no training list.
     """
     if not path.is_dir():
         files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
@@ -108,7 +108,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
         splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
         files = _by_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
-        # A text file of that name beside class folders may hold anything.
+        # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
     names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
     return _reference(PADDLE_KIND, path, files, names, options)
@@ -134,7 +134,7 @@ def _by_split(path: Path, named: list[tuple[str | None, Path]]) -> dict[str, Pat
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    """Tell whether the first row of a CSV file names an image that exists."""
+    """Whether the first row of a CSV file names an image that exists."""
     text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
         columns, has_header = _find_columns(text, locator, "train", options)
@@ -178,12 +178,12 @@ class _TextFile:
         self.head = [cells for _, cells in islice(self._rows(), 2)]
 
     def place(self, row: int) -> str:
-        """Begin a message about a row."""
+        """Return the start of a message about a row."""
         return f"{self.path}: line {self._lines[row]}"
 
     def columns(self) -> list[Any]:
         """Read all columns, Arrow arrays of text [rows]."""
-        # Quotation marks that are not closed, or follow a space, are for Python's parser.
+        # Unclosed quotation marks, and those after a space, need Python's parser.
         is_plain = self._data.count(b'"') % 2 == 0 and b' "' not in self._data
         if is_plain and self._suffix not in (".jsonl", ".txt"):
             with suppress(pa.ArrowInvalid):
@@ -255,7 +255,7 @@ class _TextFile:
             yield number, [_cell(table.get(key)).strip() for key in keys]
 
     def _sniff(self) -> str:
-        """Find the delimiter that most of the first lines have; a bar, which also separates labels, if all have it."""
+        """Find the most common delimiter of the first lines; a bar, which also separates labels, must be in all."""
         lines = [line for line in self._data[:_SNIFFED_BYTES].decode(errors="ignore").splitlines() if line.strip()]
         lines = lines[:_SNIFFED_LINES] or [""]
         found = max(_DELIMITERS[:3], key=lambda mark: (sum(mark in line for line in lines), lines[0].count(mark)))
@@ -275,7 +275,7 @@ class _NoLabels(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """The numbers of the columns, the names of those of labels, and the split that true means in a column of flags."""
+    """Column indices, the names of the label columns, and the split that true means in a column of flags."""
 
     file: int
     labels: tuple[int, ...]
@@ -286,8 +286,8 @@ class _Columns:
 
 
 def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> tuple[_Columns, bool]:
-    """Find which column is which (as the options name them, else by the header, else by content); is there a header?"""
-    # Messages about columns are of one line.
+    """Find the columns by the options, else by the header, else by content, and whether there is a header."""
+    # Messages about columns fit one line.
     first = [" ".join(cell.splitlines()) for cell in text.head[0]] if text.head else []
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
     header, body = first if has_header else [], [*text.head[has_header:], []][0]
@@ -348,10 +348,10 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
 
 
 class _Locator:
-    """Finds the image files that rows name, with or without suffix, and in upper or lower case if only one fits.
+    """Finds the image files that rows name, with or without suffix, in any case if the match is unique.
 
-    Paths are relative to `data.images`, the folder of the list, or the folders in it that are named after the split
-    (Kaggle's train.csv beside train_images/) or `images`. Each folder is listed once.
+    Paths are relative to `data.images`, the folder of the list, or its subfolders named after the split (Kaggle's
+    train.csv next to train_images/) or `images`. Each folder is listed once.
 
     Attributes:
         folders: those in which files were found.
@@ -369,7 +369,7 @@ class _Locator:
         self.folders: list[Path] = []
 
     def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> tuple[np.ndarray, list[str]]:
-        """Find the files that an Arrow array names: the number of the folder of each, int64 [N], and its name there.
+        """Find the files that an Arrow array names: folder indices, int64 [N], and names within them.
 
         Raises:
             InputError: files are missing or lie outside the folders; ten are listed.
@@ -390,7 +390,7 @@ class _Locator:
         return np.array(numbers, np.int64), names
 
     def find(self, cell: str, split: str) -> tuple[int, str] | None:
-        """Find the number of the folder of a file, and its name there."""
+        """Return a file's folder index, and its name within the folder."""
         parent, slash, last = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for listing in self._listings(parent or slash, split):
             name = last if last in listing.files else listing.find_alike(last)
@@ -419,14 +419,14 @@ class _Locator:
 
 @dataclass(frozen=True, eq=False)
 class _Listing:
-    """A folder, its number, and whether each of its files is a link."""
+    """A folder, its index, and whether each of its files is a link."""
 
     folder: Path
     number: int
     files: dict[str, bool]
 
     def find_alike(self, name: str) -> str:
-        """Find the only file with this name and a suffix, else but for case and composition of accents; or ""."""
+        """Find the unique file with this name and a suffix, else ignoring case and Unicode composition; or ""."""
         named = without_arrays(self._by_stem.get(name, [])) or self._by_plain_name.get(_plain(name), [])
         return named[0] if len(named) == 1 else ""
 
@@ -447,7 +447,7 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _plain(name: str) -> str:
-    """Remove differences that Windows and macOS ignore: case, and how accents are composed."""
+    """Normalise case and Unicode composition, which Windows and macOS ignore."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -459,8 +459,8 @@ class _Part:
     """The rows of one split.
 
     Attributes:
-        text, rows: the file, and the numbers of the rows in it.
-        files, keys: the image files, and a number that is the same for the same file.
+        text, rows: the file, and the row numbers in it.
+        files, keys: the image files, and an integer per distinct file.
         labels, groups: Arrow arrays of the cells, one for each column.
     """
 
@@ -563,7 +563,7 @@ def _read_part(
 def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray | list[str]:
     """Read columns of labels: as int8 [rows, columns] if they are 0 and 1 in several columns named after classes.
 
-    Several columns with the name of a class each become one text.
+    Several columns, each with a class name, are joined into one text.
     """
     encoded = [column.dictionary_encode() for column in columns]
     texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
@@ -590,7 +590,7 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
 
 
 def _list_in(cell: str) -> Any:
-    """Read the list in a cell, in JSON or as Python prints it; other cells are text."""
+    """Parse a list in a cell, written in JSON or by Python; other cells are text."""
     if cell[:1] == "[" and cell[-1:] == "]":
         for text in (cell, cell.replace("'", '"')):
             with suppress(ValueError, RecursionError):
@@ -599,7 +599,7 @@ def _list_in(cell: str) -> Any:
 
 
 def _about_repeated(keys: np.ndarray, place: Callable[[int], str]) -> list[str]:
-    """Note rows that name the image of an earlier row."""
+    """Return notes about rows that repeat an earlier row's image."""
     in_order = np.sort(keys)
     if (in_order[1:] != in_order[:-1]).all():
         return []

@@ -1,4 +1,4 @@
-"""What the torch engine asks of a device, by kind, and the record of a step as a CUDA graph.
+"""Device-specific parts of the torch engine, by kind.
 
 Other modules of the engine never compare `device.type`.
 """
@@ -20,19 +20,19 @@ from flatout.distributed.environment import wanted_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, physical_cores, processor_flags
 
-# Limits of oneDNN, torch's library of CPU kernels, below which it converts bfloat16 instead of computing in it.
+# Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 class Accelerator:
-    """A device of any kind; the classes below add what is special about CPUs, Apple's GPUs and NVIDIA's.
+    """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's.
 
     Attributes:
         device: the torch device.
-        is_host: it computes with the cores and memory of the host.
-        is_async: operations are queued, and reading a result waits for all of them.
-        has_memory: it has memory of its own, which copies from pinned host memory reach without waiting.
-        can_capture: steps can be recorded as a graph.
+        is_host: it uses the cores and memory of the host.
+        is_async: operations are queued, and reading a result synchronises.
+        has_memory: it has its own memory, with asynchronous copies from pinned host memory.
+        can_capture: steps can be captured as a graph.
         wide_float: the type for long sums.
     """
 
@@ -50,32 +50,32 @@ class Accelerator:
 
     @property
     def raises_out_of_memory(self) -> bool:
-        """Whether a lack of memory raises an error, rather than having the system end the process."""
+        """Whether running out of memory raises an error; otherwise the system kills the process."""
         return self.has_memory
 
     def precisions(self) -> list[str]:
-        """Return the number formats that the hardware computes in, the default first."""
+        """Return the number formats that the hardware supports, the default first."""
         return ["fp32"]
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        """Set what belongs to the whole process for training; `undo` restores it, and the random state."""
+        """Change settings of the process for training; `undo` restores them and the random state."""
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         if not self.is_host:
             module = torch.get_device_module(self.device)
             undo.callback(module.set_rng_state, module.get_rng_state())
 
     def seed(self, seed: int) -> None:
-        """Seed torch's default generators of the host and of this device, and of no other."""
+        """Seed torch's default generators of the host and of this device only."""
         torch.default_generator.manual_seed(seed)
         if not self.is_host:
             torch.get_device_module(self.device).manual_seed(seed)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty host tensor, pinned if that lets copies to the device overlap with its work."""
+        """Return an empty host tensor, pinned if that makes copies to the device asynchronous."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.has_memory)
 
     def put(self, array: np.ndarray) -> torch.Tensor:
-        """Copy a small array to the device without waiting for it."""
+        """Copy a small array to the device asynchronously."""
         tensor = torch.from_numpy(array)
         return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
 
@@ -84,7 +84,7 @@ class Accelerator:
         return torch.accelerator.get_memory_info(self.device)[0] if self.has_memory else available_memory()
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory of tensors on the device; None where that is the host's memory."""
+        """Return the peak memory of tensors on the device; None if that is the host's memory."""
         return torch.accelerator.max_memory_allocated(self.device) if self.has_memory else None
 
     def empty_cache(self) -> None:
@@ -93,14 +93,14 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def has_room_for_graph(self) -> bool:
-        """Return whether a graph can keep the memory of a step, beside steps that run without it."""
+        """Whether a graph can keep the memory of a step while other steps run eagerly."""
         held = torch.accelerator.memory_allocated(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
         step = torch.accelerator.max_memory_allocated(self.device) - held
         return 2 * step <= self.free_bytes() + reserved - held
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record the operations of a step without running them."""
+        """Capture the operations of a step without running them."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class CPU(Accelerator):
 
     @property
     def raises_out_of_memory(self) -> bool:
-        """See `Accelerator`: only where the address space is limited (`ulimit -v`)."""
+        """See `Accelerator`: only if the address space is limited (`ulimit -v`)."""
         if sys.platform == "win32":
             return False
         import resource
@@ -128,7 +128,7 @@ class CPU(Accelerator):
         super().adapt_process(undo, precision, threads)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
-        # Arithmetic on denormal numbers takes hundreds of cycles. Only a product shows whether they are flushed.
+        # Arithmetic on denormal numbers takes hundreds of cycles. A product tests whether they are flushed.
         is_flushed = not torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item()
         undo.callback(torch.set_flush_denormal, is_flushed)
         torch.set_flush_denormal(True)
@@ -136,13 +136,13 @@ class CPU(Accelerator):
 
 
 class MPS(Accelerator):
-    """The GPU of an Apple processor, which uses the memory of the host."""
+    """An Apple GPU, which uses the memory of the host."""
 
     wide_float = torch.float32
 
 
 class CUDA(Accelerator):
-    """A GPU of NVIDIA."""
+    """An NVIDIA GPU."""
 
     has_memory = can_capture = True
 
@@ -158,8 +158,8 @@ class CUDA(Accelerator):
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
         """See `Accelerator`.
 
-        All work is queued on one stream of its own: the default stream cannot be captured, and autograd accumulates a
-        parameter's gradient on the stream that was current when it first saw the parameter.
+        All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
+            parameter's gradient on the stream that was current when it first saw the parameter.
         """
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
@@ -172,7 +172,7 @@ class CUDA(Accelerator):
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # The thread that reads images ahead may allocate pinned memory meanwhile: only this thread's calls are checked.
+        # The prefetching thread may allocate pinned memory during capture, so only this thread's calls are checked.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             step()
         return graph
@@ -184,7 +184,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
-    """Have glibc keep freed blocks instead of returning them to the kernel.
+    """Make glibc keep freed blocks instead of returning them to the kernel.
 
     The activations of a step are megabytes each and freed at its end. By default, each is mapped and zeroed page by
     page again in the next step, which took a seventh of the time of a small network's step.
@@ -192,20 +192,20 @@ def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         undo.callback(libc.malloc_trim, 0)
-        # M_MMAP_MAX and M_TRIM_THRESHOLD. glibc cannot be asked what they were: it returns to its defaults.
+        # M_MMAP_MAX and M_TRIM_THRESHOLD. glibc cannot report the previous values: its defaults are restored.
         for option, value, default in ((-4, 0, 65536), (-1, 2**31 - 1, 128 * 1024)):
             undo.callback(libc.mallopt, option, default)
             libc.mallopt(option, value)
 
 
-# Share of the free memory that images may take; the rest is for the model, its activations and other programs.
+# Share of the free memory for images; the rest is for the model, its activations and other programs.
 MEMORY_SHARE = 0.5
 PRECISIONS = {
     "fp32": "32-bit floats",
     "tf32": "32-bit floats, matrix products and convolutions in TF32",
     "bf16": "bfloat16 with 32-bit weights",
 }
-# bfloat16 is chosen where a step becomes faster by at least this factor.
+# bfloat16 is chosen if it makes a step faster by at least this factor.
 BF16_WORTH = 1.2
 
 Place = Literal["device", "memory", "disk"]
@@ -213,7 +213,7 @@ Place = Literal["device", "memory", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSetup:
-    """A device that is prepared for training: the number format, and the threads that compute."""
+    """A device prepared for training: number format and compute threads."""
 
     accelerator: Accelerator
     precision: str
@@ -236,7 +236,7 @@ def prepare(
     """Prepare a device for training; `undo` restores the settings of the process.
 
     Raises:
-        InputError: the hardware lacks the precision asked for.
+        InputError: the hardware does not support the precision.
     """
     precision = choose_precision(accelerator, precision)
     threads = cpu_threads(ranks_here) if accelerator.is_host else torch.get_num_threads()
@@ -245,10 +245,10 @@ def prepare(
 
 
 def choose_precision(accelerator: Accelerator, wanted: str) -> str:
-    """Return the number format that a recipe's `precision` means on a device.
+    """Resolve a recipe's `precision` to a number format of the device.
 
     Raises:
-        InputError: the hardware lacks it; emulated formats would be many times slower.
+        InputError: the hardware does not support it; emulation would be many times slower.
     """
     available = accelerator.precisions()
     if wanted not in ("auto", *available):
@@ -269,8 +269,7 @@ def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractCon
 def cpu_threads(ranks_here: int = 1) -> int:
     """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
-    Several processes take no more than their shares: with more threads than cores, those that wait for each other are
-    several times slower.
+    Processes are limited to their shares: with more threads than cores, synchronising threads are several times slower.
     """
     share = max(1, physical_cores() // ranks_here)
     wanted = wanted_threads() or share
@@ -278,7 +277,7 @@ def cpu_threads(ranks_here: int = 1) -> int:
 
 
 def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> Place:
-    """Return where `nbytes` of images are kept: on the device if they fit, else in memory, else on disk.
+    """Choose where to keep `nbytes` of images: on the device if they fit, else in memory, else on disk.
 
     Every rank of a host keeps its own copy, so each may use its share of the host's memory.
     """
@@ -295,9 +294,9 @@ def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here:
 def allocate(
     count: int, like: torch.Tensor, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1
 ) -> torch.Tensor | np.ndarray:
-    """Return room for `count` rows shaped as those of `like` [B, ...]: on the device, in memory or in a mapped file.
+    """Allocate `count` rows shaped like those of `like` [B, ...]: on the device, in memory or in a mapped file.
 
-    The file is float32 whatever `like` is. It has no name, so nothing remains of it however the process ends.
+    The file is always float32. It is unnamed, so nothing remains of it however the process ends.
 
     Raises:
         InputError: neither memory nor the disk of temporary files has enough space.

@@ -1,9 +1,9 @@
-"""Batch normalisation over the samples that are not padding, on all ranks.
+"""Batch normalisation over the samples of all ranks, without padding.
 
 torch's own kernel cannot leave samples out, its SyncBatchNorm needs a GPU, and on CPUs it is slow for few channels in
 channels_last order (ten times, in the backward pass). A training step therefore replaces `functional.batch_norm`, so
-that any model is covered; modules, their names and their buffers are unchanged. Where torch's kernels compute the same
-and are fast, they are called: they take from a half to a fifth of the time.
+that any model is covered; modules, their names and their buffers are unchanged. Torch's kernels are used if they
+compute the same and are fast: they take from a half to a fifth of the time.
 
 Shape letters: B batch, C channels, n values per channel.
 """
@@ -16,31 +16,31 @@ from torch.nn import functional
 from flatout.distributed.world import ALONE, World
 from flatout.utils.errors import InputError
 
-# With fewer channels than this, a row of the reduction is a row of the image instead of a pixel, so that it vectorises.
+# With fewer channels than this, the reduction runs over image rows instead of pixels, so that it vectorises.
 FEW_CHANNELS = 64
-# On CPUs torch's kernel is fast where the channels fill vectors of this length, or most do; elsewhere it is up to ten
-# times slower. Measured with torch 2.14, with AVX2 and AVX-512.
+# On CPUs torch's kernel is fast if all or most channels fill vectors of this length; otherwise it is up to ten times
+# slower. Measured with torch 2.14, with AVX2 and AVX-512.
 VECTOR = 16
 
 
 class BatchNorm:
-    """Replaces `functional.batch_norm`: training statistics are those of the samples of all ranks without padding.
+    """Replaces `functional.batch_norm`: training statistics are over all ranks, without padding.
 
-    Where that is a single value per channel, the running statistics are used and not changed.
+    For a single value per channel, the running statistics are used and not changed.
 
     Args:
         world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
-        on_host: on a CPU, where torch's kernel is fast for some numbers of channels only.
+        on_host: whether on a CPU, where torch's kernel is fast only for some numbers of channels.
 
     Attributes:
         batch_size: samples of this rank in the batch, padding included.
-        count: those that are not padding; they come first.
-        total: samples of all ranks that are not padding.
-        is_padded: whether any rank has padding; all must normalise a batch in the same way.
+        count: samples of this rank without padding, which are first.
+        total: samples of all ranks without padding.
+        is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
         micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
 
-    These numbers are constants of a recorded step: batches with other numbers run eagerly, on all ranks.
+    These numbers are constants of a captured step: batches with other numbers run eagerly, on all ranks.
     """
 
     def __init__(self, world: World = ALONE, *, on_host: bool = True) -> None:
@@ -80,7 +80,7 @@ class BatchNorm:
         count = self.count if is_batch else x.shape[0]
         total = count
         if training and world.is_joined:
-            # A model may normalise something other than its batch, of another length on every rank.
+            # A model may normalise something other than its batch, with a different length on every rank.
             total = self.total if is_batch else int(world.all_reduce(torch.tensor([count], device=x.device)))
         n = total * (x.numel() // (x.shape[0] * channels))
         # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
@@ -98,7 +98,7 @@ class BatchNorm:
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             if running_var is not None:
-                # As in torch, the running variance is the unbiased one.
+                # As in torch, the running variance is unbiased.
                 running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
         return y.to(x.dtype)
 
@@ -153,12 +153,12 @@ class _Normalise(torch.autograd.Function):
 
 
 class _NormaliseByKernel(torch.autograd.Function):
-    """As `_Normalise`, for batches without padding, by torch's kernels for CPUs.
+    """`_Normalise` for batches without padding, by torch's CPU kernels.
 
-    These read x once for the statistics and once for y, in its own number format. They add up one value after another,
-    which loses digits in large sums, and are slow for few channels: so each position in a row of an image is taken for
-    a channel of its own. Then the statistics of all positions and ranks are joined, and gradients corrected by the
-    difference between the sums of a position and those of all.
+    These read x once for the statistics and once for y, in its own number format. They sum sequentially, which loses
+    digits in large sums, and are slow for few channels: so each position in an image row is treated as a separate
+    channel. Then the statistics of all positions and ranks are merged, and gradients corrected by the difference
+    between the sums of a position and those of all.
     """
 
     @staticmethod
@@ -167,9 +167,9 @@ class _NormaliseByKernel(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _Rows(x, always_tiled=True)
         values = rows.of(x)
-        # The running statistics, which this call leaves as they are, have the results in float32.
+        # The running statistics, unchanged by this call, receive the results in float32.
         running = scale.new_zeros(values.shape[1]), scale.new_ones(values.shape[1])
-        # In float64 nothing is lost in the difference of two large numbers.
+        # float64 avoids cancellation in the difference of two large numbers.
         means, variances = (s.double() for s in torch.batch_norm_update_stats(values, *running, 0.0))
         moments = torch.stack([means, variances + means.square()]).view(2, rows.tiles, -1).mean(1)
         first, second = world.all_reduce(moments * (len(x) / total))
@@ -194,7 +194,7 @@ class _NormaliseByKernel(torch.autograd.Function):
         of_columns = torch.stack([of_shift, of_scale])
         own = of_columns.view(2, rows.tiles, -1).sum(1)
         n = len(values) * rows.tiles / len(x) * ctx.total
-        # The kernel has subtracted the mean gradients of each column; they are to be those of all.
+        # The kernel has subtracted the mean gradients of each column; replace them by those of all.
         shift, slope = (
             (of_columns / len(values) - (ctx.world.all_reduce(own) / n).repeat(1, rows.tiles)) * scale * inverse
         )
@@ -222,7 +222,7 @@ class _Rows:
         return matrix.view(self.shape).movedim(-1, 1)
 
     def empty_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return memory for [B, C, ...] in channels_last order; not a view, since in-place activations may follow."""
+        """Return an empty [B, C, ...] in channels_last order; not a view, since in-place activations may follow."""
         strides = torch.empty(self.shape, device="meta").movedim(-1, 1).stride()
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
@@ -231,5 +231,5 @@ class _Rows:
         return matrix.sum(0).view(self.tiles, self.channels).sum(0)
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
-        """Return values per channel [C] repeated to a row of the matrix."""
+        """Repeat values per channel [C] to a row of the matrix."""
         return per_channel.repeat(self.tiles)

@@ -1,4 +1,4 @@
-"""A split of the data where the torch engine reads it, and how batches of it reach the device.
+"""The placement of a split for the torch engine, and the transfer of its batches to the device.
 
 Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
     from flatout.engine.torch.engine import TorchEngine
 
-# Among the views of a split's images, the one for evaluation.
+# The key of the evaluation view of a split's images.
 NOT_AUGMENTED = -1
-# The largest evaluation batch. It does not depend on the ranks, so neither do the bits of a prediction.
+# The largest evaluation batch. It is independent of the ranks, so predictions are bitwise independent of them.
 EVALUATION_BATCH = 256
 
 
@@ -38,12 +38,12 @@ class DeviceBatch:
         batch: the share, on the host.
         samples: int64 [B], positions in the split.
         weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
-        total: samples of all ranks that are not padding.
+        total: samples of all ranks without padding.
         is_padded: whether any rank has padding.
         total_weight: [], the sum of their weights, by which the loss is divided.
-        images: [B, ...] where they are streamed from the host.
-        partners: int64 [B], the samples that these are mixed with; None where nothing is mixed.
-        partner_images: as `images`.
+        images: [B, ...] if they are streamed from the host.
+        partners: int64 [B], the samples that these are mixed with; None without mixing.
+        partner_images: see `images`.
     """
 
     batch: Batch
@@ -58,14 +58,14 @@ class DeviceBatch:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """The Python numbers of the batch, which become constants of a recorded step."""
+        """The Python numbers of the batch, which become constants of a captured step."""
         return len(self.batch.samples), self.batch.count, self.total
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def clone(self) -> "DeviceBatch":
-        """Return a copy with memory of its own."""
+        """Return a deep copy."""
         return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
 
     def copy_(self, other: "DeviceBatch") -> None:
@@ -87,14 +87,14 @@ class DeviceBatch:
 
 @dataclass(kw_only=True, eq=False)
 class DeviceImages:
-    """What the trained part of a model reads of a split: images, or the output of its frozen prefix.
+    """The input of a model's trained part for a split: images, or the output of its frozen prefix.
 
     Attributes:
         samples: the split on the host.
         images: [N, ...] on the device; None if they are streamed from the host.
-        targets: as `Task.targets` returns them, on the device.
-        transforms: the epoch's augmentation tables on the device; empty where nothing is random.
-        partners: int32 [N] on the host, the samples that are mixed in; None where nothing is mixed.
+        targets: on the device; see `Task.targets`.
+        transforms: the epoch's augmentation tables on the device; empty if nothing is random.
+        partners: int32 [N] on the host, the samples that are mixed in; None without mixing.
         size: height and width that the epoch's training images are reduced to; None for the recipe's.
     """
 
@@ -106,7 +106,7 @@ class DeviceImages:
     size: tuple[int, int] | None = None
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
-        """Return the images of a batch, or those that they are mixed with, [B, ...] on the device."""
+        """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
         samples, images = inputs.samples, inputs.images
         if of_partners:
             samples, images = inputs.partners, inputs.partner_images
@@ -116,11 +116,11 @@ class DeviceImages:
         return images
 
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the rows of the augmentation tables for some samples."""
+        """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
     def stream(self, batches: Iterable[DeviceBatch], accelerator: Accelerator) -> Iterator[DeviceBatch]:
-        """Add the images to batches, read ahead of time from the host; nothing to do if they are on the device."""
+        """Add prefetched images to batches; if they are on the device, batches are unchanged."""
         if self.images is not None:
             yield from batches
             return
@@ -144,7 +144,7 @@ class DeviceImages:
 
 
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
-    """Place a split in device memory, host memory or on disk, wherever it fits."""
+    """Place a split in device memory, host memory or on disk, the first that fits."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
     if where == "disk":
@@ -163,14 +163,14 @@ class TorchDataset:
         self._engine, self._images = engine, images
         self.samples = images.samples
         self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
-        # What the network reads for each view of the images.
+        # The network's input by view of the images.
         self._views: dict[int, DeviceImages] = {}
         if engine.cut is None:
             self._views[NOT_AUGMENTED] = images
 
     @functools.cached_property
     def source(self) -> DeviceImages:
-        """What the network reads in training."""
+        """The network's input in training."""
         return self._view(NOT_AUGMENTED, {})
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class TorchDataset:
         return self._views[view]
 
     def _through_prefix(self) -> DeviceImages:
-        """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
+        """Return the output of the frozen prefix for the images, augmented by the tables of `_images`, if any."""
         engine, images = self._engine, self._images
 
         def outputs() -> Iterator[torch.Tensor]:
@@ -227,7 +227,7 @@ class TorchDataset:
         return found
 
     def compile(self) -> None:
-        """See `DeviceDataset.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
+        """See `DeviceDataset.compile`. Nothing is compiled; the frozen prefix is computed for all views."""
         recipe = self._engine.recipe
         if self._engine.cut:
             for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
@@ -251,7 +251,7 @@ class TorchDataset:
             _ = self.source
 
     def _mirror(self, transforms: augment.Transforms) -> bool:
-        """Train on cached output for images or their mirror images, if these are all views and are on the device."""
+        """Train on cached output for images or their mirror images, if these are the only views and on the device."""
         recipe = self._engine.recipe
         if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
             return False
@@ -266,7 +266,7 @@ class TorchDataset:
         return True
 
     def _change_view(self, chosen: DeviceImages) -> None:
-        """Train on a view from now on; recorded steps read it where they have read the others."""
+        """Train on a view from now on; captured steps read it at the same address."""
         if "source" not in vars(self):
             own = None if chosen.images is None else torch.empty_like(chosen.images)
             self.source = replace(chosen, images=own)
@@ -314,7 +314,7 @@ class TorchDataset:
         tta: bool = False,
     ) -> Evaluation:
         """See `DeviceDataset.evaluate`. Losses are those of the recipe, without class weights."""
-        # Whoever asks for more than metrics does not train on.
+        # Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
         engine = self._engine
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
@@ -327,7 +327,7 @@ class TorchDataset:
         with contextlib.ExitStack() as stack:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
-            # What follows cached output takes less time than preparing ONNX Runtime.
+            # After cached output, little computation remains: preparing ONNX Runtime would take longer.
             is_whole = engine.cut is None and engine.setup.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 from flatout.models.features import FrozenClassifier
@@ -359,12 +359,12 @@ class TorchDataset:
         )
 
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
-        """Return the images of an evaluation, and the function of the network and a batch that returns logits."""
+        """Return the images of an evaluation, and a function (network, batch) -> logits."""
         engine = self._engine
         if not tta:
             return [self._view(NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
         if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
-            # What a frozen prefix computes of moved images is not cached.
+            # The frozen prefix's output for shifted images is not cached.
             return [self._images], engine.view_logits
 
         def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
@@ -394,21 +394,21 @@ class TorchDataset:
 
 
 class _Rows:
-    """Results of a split from the batches of all ranks, in one table: many small tensors would scatter the memory."""
+    """Results of a split in one table: many small tensors would fragment the memory."""
 
     def __init__(self, count: int, world: "World") -> None:
         self._count, self._world = count, world
         self._table: torch.Tensor | None = None
 
     def put(self, rows: slice, values: torch.Tensor) -> None:
-        """Keep the values of some samples."""
+        """Store the values of samples."""
         if self._table is None:
             shape = (self._count, *values.shape[1:])
             self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
         self._table[rows] = values
 
     def gather(self) -> np.ndarray | None:
-        """Return the rows of all ranks, [N, ...] in the order of the split; None where the first rank has none."""
+        """Return the rows of all ranks, [N, ...] in the order of the split; None if the first rank has none."""
         table, world = self._table, self._world
         found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
         if found is None:
@@ -419,7 +419,7 @@ class _Rows:
 
 
 def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
-    """Bring an epoch's tables to the device; recorded steps read them where they are."""
+    """Copy an epoch's tables to the device, in place: captured steps refer to them."""
     for name, table in transforms.items():
         new = torch.from_numpy(table)
         source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
@@ -428,10 +428,11 @@ def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
 def collect_features(
     outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
 ) -> torch.Tensor | np.ndarray:
-    """Return the output of a prefix for a whole split, [count, ...], on all ranks.
+    """Gather the output of a prefix for a whole split, [count, ...], on all ranks.
 
     Args:
-        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
+        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; the same number on each
+            rank.
     """
     features: Any = None
     start = 0

@@ -2,7 +2,7 @@
 
 A training step takes this rank's share of the batch, gathers its images by index (or takes the streamed ones),
 augments and normalises them, computes logits, loss and gradients, all-reduces the gradients, updates the weights and
-adds up the metrics. Nothing in it waits for the device, so that it can be recorded as a CUDA graph.
+adds up the metrics. It never waits for the device, so it can be captured as a CUDA graph.
 
 Shape letters: B samples of this rank in a batch, C channels.
 """
@@ -44,7 +44,7 @@ from flatout.tasks import task_of
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A copy of what this rank holds of the training state, on the device where it fits; see `Engine.snapshot`."""
+    """A copy of this rank's part of the training state, on the device if it fits; see `Engine.snapshot`."""
 
     tensors: dict[str, torch.Tensor]
     weights_only: bool
@@ -55,15 +55,15 @@ class TorchEngine:
 
     Args:
         model: trained in place, after being moved to the device.
-        recipe: what to do; data.mean and data.std must be filled in.
-        world: the ranks, and this one's device; None for the CPU alone.
-        class_weights: as `Task.class_weights` returns them; None for none.
-        accelerator: what its device can do; None asks the device.
-        capture: whether the step may be recorded as a graph.
+        recipe: the recipe; data.mean and data.std must be filled in.
+        world: the ranks, and this one's device; None for a single CPU process.
+        class_weights: see `Task.class_weights`; None for none.
+        accelerator: the accelerator; None for that of the device.
+        capture: whether the step may be captured as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
-        head: of a model of which nothing else is changed, in any way: then what it reads is computed once.
-        loss: of logits and targets, in place of the task's; returns a loss for each sample.
-        batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
+        head: the head, if nothing else of the model changes; its input is then computed once.
+        loss: a function of logits and targets in place of the task's; returns a loss for each sample.
+        batch_transforms: functions of normalised training images [B, C, H, W]; each returns such images.
 
     Raises:
         InputError: the device lacks the recipe's `precision`.
@@ -99,7 +99,7 @@ class TorchEngine:
             self._undo = undo.pop_all()
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
-        """Bring the model to the device and prepare everything that the steps use."""
+        """Move the model to the device and prepare everything that the steps use."""
         recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
         self.threads, self.device_names = self.setup.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
@@ -135,7 +135,7 @@ class TorchEngine:
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
-        """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""
+        """Distribute rank 0's model to the devices of all ranks: a copy or a shard each."""
         if not self.is_sharded:
             model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.world.broadcast([*model.parameters(), *model.buffers()])
@@ -146,7 +146,7 @@ class TorchEngine:
         return model
 
     def _can_capture(self) -> bool:
-        """Return whether recipe and world permit recording the step; report the reason otherwise."""
+        """Whether recipe and world permit capturing the step; the reason is reported otherwise."""
         reason = ""
         if not optim.can_capture(self.recipe.optimizer):
             reason = f"{self.recipe.optimizer.name} cannot be recorded"
@@ -192,7 +192,7 @@ class TorchEngine:
         began = self.world.seconds
         if self._micro_batches == 0:
             self._choose_micro_batches(source, inputs)
-        # Dropout differs between the ranks, since their samples do.
+        # Dropout must differ between ranks, like their samples.
         self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
         if self._captured and not self._offload:
@@ -220,7 +220,7 @@ class TorchEngine:
         self.metric_sums.add(sums)
 
     def _backward(self, source: DeviceImages, inputs: DeviceBatch, batch_norm: BatchNorm) -> torch.Tensor:
-        """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
+        """Accumulate the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
@@ -234,7 +234,7 @@ class TorchEngine:
         return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
 
     def _clip_gradients(self) -> None:
-        """Scale all gradients down together, so that their norm is at most the recipe's limit."""
+        """Scale all gradients together so that their norm is within the recipe's limit."""
         parameters = list(self.parameters.values())
         if self.world.backend == "memory":
             # All ranks read the same memory.
@@ -250,21 +250,21 @@ class TorchEngine:
         return self.task.averaged(torch.stack(seen))
 
     def is_frozen_faster(self, count: int) -> bool:
-        """Return whether ONNX Runtime is worth its preparation for `count` images and a network that is frozen."""
+        """Whether preparing ONNX Runtime is worthwhile for `count` images and a frozen network."""
         from flatout.models.features import WORTHWHILE_PIXELS
 
         is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
         return self.setup.accelerator.is_host and is_worthwhile
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the output of the frozen prefix for a batch, [B, C, H, W], one of those of `count` images."""
+        """Return the output of the frozen prefix for a batch [B, C, H, W] of `count` images in total."""
         assert self.cut is not None
         if self._prefix is None:
             self._prefix = self.frozen(self.cut.prefix, images, count)
         return self._prefix(images)
 
     def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a frozen network as what computes `count` images fastest here; `example` is a batch of its input."""
+        """Return the fastest implementation of a frozen network for `count` images; `example` is an input batch."""
         if not self.is_frozen_faster(count):
             return network
         from flatout.models.features import frozen_network
@@ -273,7 +273,7 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:
-        """Lend the model, or what follows its frozen prefix, in evaluation mode and with the averaged weights."""
+        """Provide the model after its frozen prefix, in evaluation mode and with the averaged weights."""
         with self._average.applied() if self._average else contextlib.nullcontext():
             try:
                 yield self.cut.eval_suffix if self.cut else self.model.eval()
@@ -281,7 +281,7 @@ class TorchEngine:
                 set_train_mode(self.model, self.recipe.norm)
 
     def _activations(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that decides where activations are kept for the backward pass."""
+        """Return the context that determines where activations are kept for the backward pass."""
         return torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else contextlib.nullcontext()
 
     def _forget_gradients(self) -> None:
@@ -290,14 +290,14 @@ class TorchEngine:
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Decide before the first step how the share of a batch is divided.
+        """Choose the micro-batches before the first step.
 
         Raises:
             TrainingFailed: not even the smallest micro-batch fits.
         """
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
         if self.is_sharded:
-            # A trial on one rank would wait for the shards of the others.
+            # A trial on one rank would wait for the other ranks' shards.
             self._micro_batches = -(-share // wanted) if wanted else 1
         elif not wanted and not self.setup.accelerator.raises_out_of_memory:
             self._micro_batches = 1
@@ -345,7 +345,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def synchronise_buffers(self) -> None:
-        """Make buffers equal on all ranks: with norm = "per-device" their mean, else those of rank 0."""
+        """Synchronise buffers: with norm = "per-device" to their mean, else to those of rank 0."""
         if not self.world.is_joined:
             return
         buffers = list(self.model.buffers())
@@ -396,12 +396,12 @@ class TorchEngine:
         states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
 
     def forget_shapes(self) -> None:
-        """Prepare for batches of other shapes: what fits into memory is found anew, and the step recorded anew."""
+        """Prepare for batches of other shapes: choose micro-batches and capture the step again."""
         self._micro_batches, self._offload = 0, False
         self._release_graph()
 
     def _release_graph(self) -> None:
-        # A recorded step refers to the optimizer's tensors, which may be replaced.
+        # A captured step refers to the optimizer's tensors, which may be replaced.
         if self._captured:
             self._captured.release()
 

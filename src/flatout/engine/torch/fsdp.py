@@ -2,8 +2,8 @@
 
 A rank holds a shard of every parameter, cut along its first dimension. The parameters of a unit, a part of the model,
 are gathered from all ranks just before it computes, in the forward and again in the backward pass; its gradients are
-reduced and scattered. Buffers stay whole on every rank. All ranks must call the model equally often, in training and
-evaluation; a rank without samples calls it with any batch, even an empty one.
+reduced and scattered. Buffers are replicated. All ranks must call the model equally often, in training and evaluation;
+a rank without samples calls it with any batch, even an empty one.
 
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3); Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
@@ -21,8 +21,8 @@ from flatout import config as recipe
 from flatout.engine import optim
 from flatout.utils.errors import InputError
 
-# Fractions of all parameters. A module with more than the first is divided into several units if it has parts; one with
-# less than the second is gathered with the module around it, since many small gathers take longer than few.
+# Fractions of all parameters. A module with more than the first is divided into several units if it has submodules; one
+# with less than the second is gathered with its parent, since many small gathers take longer than few.
 LARGEST_UNIT = 1 / 8
 SMALLEST_UNIT = 1 / 256
 
@@ -30,13 +30,13 @@ SMALLEST_UNIT = 1 / 256
 def shard(model: nn.Module, device: torch.device) -> None:
     """Shard a model over the ranks of the default process group, in place.
 
-    The ranks must hold equal values. Parameters are replaced by DTensors of the same names, so the optimizer is made
+    The ranks must hold equal values. Parameters are replaced by DTensors of the same names, so create the optimizer
     afterwards. The model may be on the host: its units go to the device one by one. Gradients are summed over the
-    ranks, so the loss must be divided by the weight of the global batch. From now on, only the model itself is called,
-    none of its parts.
+    ranks, so the loss must be divided by the weight of the global batch. From then on, call only the model itself, not
+    its submodules.
 
     Raises:
-        InputError: a parameter has no dimension to cut.
+        InputError: a parameter has no dimension.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
@@ -52,7 +52,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
                 # FSDP2 refuses other memory formats, such as channels_last.
                 parameter.data = parameter.data.contiguous()
         unit.register_forward_hook(_give_no_view)
-        # The outermost unit frees its parameters, too: between calls, the model holds only shards.
+        # The outermost unit frees its parameters, too: between calls, only shards are in memory.
         sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         sharded.set_gradient_divide_factor(1.0)
         # gloo can only sum.
@@ -76,11 +76,11 @@ def _units(model: nn.Module) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def choose(module: nn.Module) -> int:
-        """Choose the units of a module; return the number of parameters left to the module around it."""
+        """Choose the units of a module; return the number of parameters left to its parent."""
         left = _count(module)
         # Module lists are never called, and sequences are sometimes iterated over from outside.
         is_called = type(module).forward is not nn.Module.forward and type(module) is not nn.Sequential
-        # Attention uses the parameters of its parts without calling them.
+        # Attention uses the parameters of its submodules without calling them.
         is_divisible = not is_called or (left > LARGEST_UNIT * total and not isinstance(module, nn.MultiheadAttention))
         if is_divisible:
             left = _count(module, recurse=False) + sum(choose(child) for child in module.children())
@@ -100,7 +100,7 @@ def _count(module: nn.Module, *, recurse: bool = True) -> int:
 def build_optimizer(
     section: recipe.Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the torch optimizer for shards: fused for Adam, which alone supports them, else foreach.
+    """Return the torch optimizer for shards: fused for Adam (only Adam supports them), else foreach.
 
     Raises:
         InputError: the optimizer is one of torch's or timm's own, which may compute with whole parameters.

@@ -27,14 +27,14 @@ class LocalGradients:
     is_last_micro_batch = True
 
     def begin(self) -> None:
-        """Prepare for the backward passes of a step."""
+        """Prepare a step's backward passes."""
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
         return extra
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
 
 
 class FSDPGradients:
@@ -63,7 +63,7 @@ class FSDPGradients:
 
 
 class _Part:
-    """The layout of a bucket: gradients of some parameters, a mark for each that has one, then the extra numbers."""
+    """The layout of a bucket: gradients, a mark for each parameter that has one, then the extra numbers."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters, self.dtype = parameters, dtype
@@ -90,11 +90,11 @@ class _Part:
 
 
 class BucketedAllReduce:
-    """The gradients of a model of which every rank has a copy.
+    """The gradients of a replicated model.
 
     Args:
-        parameters: those that are trained, in the model's order, on one device.
-        extras: how many numbers are summed with them in each step.
+        parameters: the trained ones, in the model's order, on one device.
+        extras: the number of values that are summed with them in each step.
         is_async: whether reading a value would wait for the device.
     """
 
@@ -107,7 +107,7 @@ class BucketedAllReduce:
         is_async: bool = False,
     ) -> None:
         self._world, self._extras, self._is_async = world, extras, is_async
-        # The gradients of the last parameters are computed first. A bucket is sent when it is complete.
+        # The last parameters' gradients are computed first. A bucket is sent when it is complete.
         self._parts = _partition(parameters[::-1])
         self._buckets = _make_buckets(self._parts, world, extras)
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
@@ -134,8 +134,8 @@ class BucketedAllReduce:
         part = self._parts[index]
         part.views(self._buckets[index].input)[k].copy_(parameter.grad)
         part.awaited.discard(k)
-        # All ranks send in the same order, in whatever order their gradients are computed. `all_reduce` sends the last
-        # bucket, to which it adds the extra numbers.
+        # All ranks send in the same order, whatever the order of their gradients. `all_reduce` adds the extra numbers
+        # to the last bucket and sends it.
         while self._started < len(self._parts) - 1 and not self._parts[self._started].awaited:
             self._send()
 
@@ -169,8 +169,8 @@ class BucketedAllReduce:
         return totals[-1][-self._extras :]
 
     def _take(self, part: _Part, total: torch.Tensor) -> None:
-        # On an asynchronous device, reading the marks would wait for it. There, the use of a parameter by this rank
-        # decides; that of another rank differs only in models whose structure depends on the batch.
+        # On an asynchronous device, reading the marks would synchronise, so this rank's use of a parameter decides;
+        # other ranks differ only in models whose structure depends on the batch.
         present = [p.grad is not None for p in part.parameters] if self._is_async else part.marks(total).tolist()
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
             parameter.grad = view if has_gradient else None
@@ -207,7 +207,7 @@ def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]
     return [buckets[i] for i in range(len(parts))]
 
 
-# Memory reserved during a trial, in copies of the weights: two for Adam, one for the all-reduce of the gradients.
+# Memory reserved during a trial, in copies of the weights: two for Adam, one for the all-reduce.
 COPIES_OF_WEIGHTS = 3
 
 
@@ -219,14 +219,14 @@ def count_micro_batches(
     world: World,
     accelerator: Accelerator,
 ) -> tuple[int, bool]:
-    """Return the number of micro-batches of every rank, and whether activations must be offloaded to host memory.
+    """Return the number of micro-batches, and whether activations must be offloaded to host memory.
 
     Args:
-        trial: computes a micro-batch of so many samples, activations offloaded or not.
+        trial: computes a micro-batch of a given size, with activations offloaded or not.
         share: samples of this rank in a batch.
-        wanted: the recipe's `micro_batch`; 0 for as many samples as fit.
-        batch_norm: whether it was used is known after a trial; it needs all samples of a rank together.
-        world: the ranks; all compute as many micro-batches as the one with the least memory needs.
+        wanted: the recipe's `micro_batch`; 0 for the most samples that fit.
+        batch_norm: needs all samples of a rank together; a trial shows whether it is used.
+        world: the ranks; the one with the least memory determines the number.
 
     Raises:
         TrainingFailed: not even the smallest micro-batch fits.

@@ -31,26 +31,26 @@ from flatout.utils.errors import RankLost, TrainingFailed
 
 Value = TypeVar("Value")
 
-# On a CPU, the first step has two images for each rank, the next ones more, up to the batch or until one takes so long.
+# On a CPU, the first step has two images per rank, the next ones more, up to the batch or this step time.
 FIRST_IMAGES, LONG_STEP = 2, 0.15
-# Then so many steps are measured, or as many as take so long.
+# Then this many steps are measured, or for this long.
 STEPS, SECONDS = 20, 0.4
-# Images at once, on a CPU, whose features are measured: some for each thread.
+# Images per batch of feature measurements on a CPU: some for each thread.
 FEATURE_BATCH = 32
 # Seconds of an all-reduce on a host: constant, and per byte of gradients.
 SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
 
 
 def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, ranks: int = 1) -> float:
-    """Return the time that one of some ranks takes to train on an image, while the others do the same.
+    """Return a rank's training time per image while the other ranks train as well.
 
-    With `precision = "auto"` that is the time in the number format that a run chooses.
+    With `precision = "auto"`, it is measured in the number format that a run chooses.
 
     Args:
-        model: is trained for some steps, at a learning rate that hardly changes it.
-        recipe: what to do. Its batch, and the cores of the host, are shared by the ranks.
+        model: trained for some steps, at a negligible learning rate.
+        recipe: the recipe. Its batch and the cores of the host are shared by the ranks.
         device: its torch name. One of several accelerators is measured: they do not slow each other down.
-        ranks: how many there are.
+        ranks: the number of ranks.
 
     Raises:
         InputError: the device lacks the recipe's precision.
@@ -63,7 +63,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     middle = [0.5] * recipe.channels
     recipe = recipe.override(
         {
-            # Any labels do.
+            # The labels do not matter.
             "task": "single-label",
             "loss": "cross-entropy",
             "shard": "none",
@@ -89,10 +89,10 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
 def features_per_second(recipe: Recipe, device: str) -> float:
     """Return the images per second before the head of a network, with its published weights, on a device.
 
-    What ONNX Runtime has made of the network is kept for the run.
+    The prepared ONNX Runtime network is kept for the run.
 
     Raises:
-        InputError: the network or its weights are not to be had.
+        InputError: the network or its weights are unavailable.
     """
     from flatout.models.build import build_model
     from flatout.models.features import frozen_network
@@ -119,12 +119,12 @@ def features_per_second(recipe: Recipe, device: str) -> float:
 
 
 def _sum_seconds(model: nn.Module) -> float:
-    """Return about how long ranks take to add up the gradients of a model, where that is not measured."""
+    """Estimate the all-reduce time of a model's gradients, if it is not measured."""
     return SUM_SECONDS + SUM_SECONDS_PER_BYTE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _can_fork(ranks: int) -> bool:
-    """Return whether this process can be forked into ranks: with one thread each, as torch's data loaders are.
+    """Whether this process can be forked into ranks of one thread each, like torch's data loaders.
 
     The threads of JAX hold locks that a forked process would wait for.
     """
@@ -133,7 +133,7 @@ def _can_fork(ranks: int) -> bool:
 
 
 class ForkedWorld(World):
-    """The world of a forked rank, which exchanges objects through its parent and tensors as other ranks do."""
+    """The world of a forked rank, which exchanges objects through its parent, and tensors like other ranks."""
 
     def __init__(self, rank: int, size: int, parent: Connection) -> None:
         super().__init__(Launched(rank=rank, size=size, local_rank=rank, local_size=size, address="", port=0))
@@ -179,7 +179,7 @@ def _on_ranks(model: nn.Module, recipe: Recipe, ranks: int) -> float:
                 raise TrainingFailed("the measurement of training speed failed: is there enough memory?") from None
             failures = [value for value in values if isinstance(value, Exception)]
             if failures:
-                # What happened in one rank ends the others.
+                # A failure of one rank ends the others.
                 raise min(failures, key=lambda failure: isinstance(failure, RankLost))
             if isinstance(values[0], _Result):
                 return max(result.seconds for result in values)
@@ -189,14 +189,14 @@ def _on_ranks(model: nn.Module, recipe: Recipe, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank has measured."""
+    """The measurements of a rank."""
 
     seconds: float
 
 
 def _rank(rank: int, pipes: list[tuple[Connection, Connection]], model: nn.Module, recipe: Recipe) -> None:
     """Measure in a forked process, which ends with its parent."""
-    # Linux shares its cores between sessions; the ranks of a run have their own, too.
+    # Linux shares cores between sessions; the ranks of a run have sessions of their own, too.
     os.setsid()
     for number, (here, there) in enumerate(pipes):
         here.close()
@@ -222,14 +222,14 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
         split.begin_epoch(0)
 
         def step_seconds(images: int, count: int) -> tuple[float, float]:
-            """Return the seconds of one of so many steps, and those in which this process computed."""
+            """Return the wall and CPU seconds of one of `count` steps."""
             batch = Batch(samples=np.arange(images), weights=np.ones(images, np.float32), count=images)
             began = time.perf_counter(), time.process_time()
             for inputs in split.feed(repeat(batch, count)):
                 split.train_step(inputs, 1e-6, 0)
             engine.counts()  # waits for an accelerator
             took = (time.perf_counter() - began[0]) / count, (time.process_time() - began[1]) / count
-            # All go on with the same numbers.
+            # All ranks use the same numbers.
             return max(world.all_gather_object(took))
 
         images = min(batch_size, FIRST_IMAGES * world.size) if engine.setup.accelerator.is_host else batch_size

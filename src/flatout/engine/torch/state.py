@@ -1,7 +1,7 @@
-"""The training state as tensors by name, independent of the number of ranks, copies of it, and the average of weights.
+"""The training state as tensors by name, independent of the number of ranks; and the average of weights.
 
-`model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps for a
-trained parameter, Python numbers included. Of a sharded model these are DTensors, of which a rank holds one shard.
+`model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` the optimizer state of a trained
+parameter, including Python numbers. In a sharded model these are DTensors, of which a rank has one shard.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def named_tensors(
 def _kept(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return where an optimizer keeps each tensor or number: a dictionary and its key, by the name in checkpoints."""
+    """Return the place (dictionary, key) of each optimizer state, by the name in checkpoints."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = {}
     for name, parameter in parameters.items():
@@ -42,21 +42,21 @@ def _kept(
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
-    # A float is one of 64 bits, so that it returns as it was.
+    # float64 preserves Python floats.
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
 
 
 def assign_numbers(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Overwrite what the optimizer keeps as Python numbers, which cannot be overwritten in place."""
+    """Overwrite optimizer state that consists of Python numbers, which are immutable."""
     for name, (owner, key) in _kept(optimizer, parameters).items():
         if isinstance(owner[key], int | float):
             owner[key] = type(owner[key])(tensors[name].item())
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer forget its steps."""
+    """Clear the state of an optimizer."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)
@@ -68,15 +68,15 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tensor] | None, world: World) -> Tensors:
-    """Return whole copies on the CPU, on rank 0; the others take part and return nothing.
+    """Return whole copies on the CPU, on rank 0; the others participate and return nothing.
 
     Args:
-        locals: what `local` returned for some of them, which is gathered instead; None for their present values.
+        locals: earlier results of `local`, which are gathered instead; None for the present values.
     """
     state = {}
     for name in named if locals is None else locals:
         value = named[name] if locals is None else _with_local(named[name], locals[name])
-        # One tensor at a time: the whole model never lies on a device.
+        # One tensor at a time: a device never holds the whole model.
         whole = value.full_tensor() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
         if world.is_main:
             state[name] = whole.to("cpu", copy=True).contiguous()
@@ -92,7 +92,7 @@ def load(
 ) -> None:
     """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
 
-    `targets` are the tensors to overwrite; what the optimizer does not have yet is created.
+    `targets` are the tensors to overwrite; missing optimizer state is created.
 
     Raises:
         InputError: the state is of another model.
@@ -105,7 +105,7 @@ def load(
             name: _as_tensor(owner[key]) for name, (owner, key) in _kept(optimizer, parameters).items()
         }
         for name, parameter in parameters.items():
-            # One that never had a gradient.
+            # A parameter that never had a gradient.
             if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
                 optimizer.state.pop(parameter, None)
     for name, (shape, dtype) in shapes.items():
@@ -141,7 +141,7 @@ def _receive(
 
 
 def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return whether all that this rank holds is finite, bool [] on the device, without waiting for it."""
+    """Whether all tensors of this rank are finite, bool [] on the device, without synchronising."""
     floats = [local(value) for value in named.values() if value.is_floating_point()]
     floats = [value for value in floats if value.numel() and value.device == floats[0].device]
     return nn.utils.get_total_norm(floats, norm_type=float("inf")).isfinite()
@@ -170,9 +170,9 @@ class WeightAverage:
     TensorFlow's ExponentialMovingAverage.
 
     Args:
-        model: where it will be trained, with the weights to start from.
-        decay: how much of the average remains in each step.
-        steps: how many the average counts as seen at the start.
+        model: on its device, with the initial weights.
+        decay: the weight of the old average in each step.
+        steps: the step count at the start.
 
     Attributes:
         tensors: the averages by name, and the number of steps, [] on the device.
@@ -187,7 +187,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights after a step into the average."""
+        """Update the average after a step."""
         self._steps += 1
         share = 1 - torch.clamp((1 + self._steps) / (10 + self._steps), max=self._decay)
         for name, value in self._weights.items():
@@ -196,7 +196,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the block."""
+        """Replace the model's weights by their averages inside the block."""
         kept = {name: value.clone() for name, value in self._weights.items()}
         self._copy(self.tensors)
         try:

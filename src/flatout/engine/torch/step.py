@@ -1,4 +1,4 @@
-"""Parts of a training step: what the network reads, the losses, the sums of the metrics, and the record of the step.
+"""Parts of a training step: network input, losses, sums of metrics, and the CUDA graph.
 
 Shape letters: B samples of this rank in a batch, C channels.
 """
@@ -25,12 +25,12 @@ from flatout.utils.errors import InputError
 
 
 class NetworkInput:
-    """Makes the input of the network on one device.
+    """Computes the input of the network on one device.
 
     Args:
-        recipe: for sizes and normalisation.
+        recipe: defines sizes and normalisation.
         cut: between the frozen prefix, whose output is stored in place of the images, and the rest; None for none.
-        batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
+        batch_transforms: functions of normalised training images [B, C, H, W]; each returns such images.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NetworkInput:
         self._normalisation = 1 / (255 * std), -mean / std
 
     def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W]: augmented, or for evaluation."""
+        """Return stored images [B, H, W, C] as model input [B, C, H, W], augmented if there are transforms."""
         size = self._recipe.eval_sides if transforms is None else self._recipe.image_sides
         return augment.apply(images, transforms, *self._normalisation, size)
 
@@ -77,8 +77,8 @@ class Losses:
     """Computes losses on one device.
 
     Args:
-        own: of logits and targets, in place of the task's; returns a loss for each sample. None for the task's.
-        class_weights: as `Task.class_weights` returns them; None for none.
+        own: a function of logits and targets that returns a loss for each sample. None for the task's.
+        class_weights: see `Task.class_weights`; None for none.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Losses:
         """Return the loss of each sample, float32 [B].
 
         Raises:
-            InputError: the user's does not return one for each sample.
+            InputError: the user's function does not return one for each sample.
         """
         if self._own is None:
             return task.per_sample(logits, targets, class_weights)
@@ -109,7 +109,7 @@ class Losses:
     def of_batch(
         self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
     ) -> torch.Tensor:
-        """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
+        """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
 
         def losses_of(targets: torch.Tensor) -> torch.Tensor:
             return self.of(task, logits, targets, self._class_weights)
@@ -121,7 +121,7 @@ class Losses:
 
 
 def _per_sample(loss: Callable[..., torch.Tensor] | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return a loss on a device, without the mean over the batch where it is a module of torch's kind."""
+    """Return a loss on a device; torch's loss modules lose their mean over the batch."""
     if not isinstance(loss, nn.Module):
         return loss
     own: Any = copy.deepcopy(loss).to(device)
@@ -150,7 +150,7 @@ class MetricSums:
         self._first_bad_step.fill_(-1)
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add the sums of a step, [SUMS], without waiting for them."""
+        """Add the sums of a step, [SUMS], asynchronously."""
         self._sums += sums[: SUMS - 1]
         self._count += sums[SUMS - 1].long()
         is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
@@ -168,7 +168,7 @@ class MetricSums:
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """While active, calls of these functions of torch, wherever the model makes them, go to their replacements."""
+    """While active, replaces torch functions wherever a model calls them."""
 
     def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
@@ -181,16 +181,17 @@ class ReplacedFunctions(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
-# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithms, optimizer state) must be over before recording.
+# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithms, optimizer state) must be finished before the
+# capture.
 EAGER_STEPS = 3
 
 
 class CapturedStep:
-    """Runs a step eagerly a few times, then records it and replays the record.
+    """Runs a step eagerly a few times, then captures it as a graph and replays it.
 
     The step reads its inputs from tensors that stay in place, and must not wait for the device. Its Python numbers
-    become constants of the record, so batches with other numbers (the short last batch of an epoch) run eagerly; all
-    ranks agree on which these are. Where recording fails, all steps run eagerly, and the reason is reported once.
+    become constants of the graph, so batches with other numbers (the short last batch of an epoch) run eagerly; all
+    ranks agree on these batches. If the capture fails, all steps run eagerly, and the reason is reported once.
 
     Args:
         step: computes a batch of a split.
@@ -244,7 +245,7 @@ class CapturedStep:
         self._report("the whole step runs as one CUDA graph")
 
     def release(self) -> None:
-        """Free the record, so that its communicator can be closed; later steps are recorded anew."""
+        """Free the graph, so that its communicator can be closed; later steps are captured again."""
         if self._graph is not None:
             self._graph.reset()
         self._graph = None

@@ -1,8 +1,8 @@
-"""Normalisation and augmentation of a batch on the device: what `numerics.augment.apply` computes.
+"""Normalisation and augmentation of a batch on the device; see `engine.augment.apply`.
 
 TPUs multiply matrices at full speed, but fetch single pixels very slowly. Linear interpolation along a side is a
-product with a matrix of weights, most of them 0, which the compiler computes where it multiplies. CPUs and GPUs fetch
-the pixels, which takes them less time and memory.
+product with a sparse matrix of weights, which the compiler fuses into the product. CPUs and GPUs fetch the pixels,
+which takes less time and memory.
 
 Shape letters: B batch, H height, W width, C channels, P rows and Q columns of the result, L levels of a channel.
 """
@@ -40,8 +40,8 @@ class Augmentation:
 
         Args:
             images_BHWC: uint8 or uint16.
-            transforms: the batch's rows of `numerics.augment.epoch_transforms`; None where nothing is random.
-            is_training: whether the images are of the size for training, or of that for evaluation.
+            transforms: the batch's rows of `engine.augment.epoch_transforms`; None if nothing is random.
+            is_training: whether the images have the training size rather than the evaluation size.
         """
         transforms, size = transforms or {}, self._size if is_training else self._eval_size
         if "affine" not in transforms:
@@ -67,7 +67,7 @@ class Augmentation:
 
 
 def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
-    """See `pixels.recolor`. Comparisons with every level, since TPUs scatter and gather slowly."""
+    """See `pixels.recolor`. Compares with every level, since TPUs scatter and gather slowly."""
     has_level_BHWCL = levels_BHWC[..., None] == jnp.arange(256)
     histograms_BCL = has_level_BHWCL.sum((1, 2))
     darker_BCL = histograms_BCL.cumsum(2) - histograms_BCL
@@ -79,12 +79,12 @@ def reduced(images_BCHW: jax.Array, size: tuple[int, int]) -> jax.Array:
     if size == images_BCHW.shape[2:]:
         return images_BCHW
     rows_OI, columns_OI = map(_means, size, images_BCHW.shape[2:])
-    # Pixels would be rounded where the model's own products may be.
+    # Keep full precision, even if the model's products are rounded.
     return jnp.einsum("bchw,oh,pw->bcop", images_BCHW, rows_OI, columns_OI, precision="highest")
 
 
 def _means(size: int, length: int) -> np.ndarray:
-    """Return the matrix [size, length] of the means over what each of `size` pixels covers of a side."""
+    """Return the matrix [size, length] that averages a side's pixels into `size` larger ones."""
     first = np.arange(size)[:, None] * length // size
     last = -(-(np.arange(size)[:, None] + 1) * length // size)
     covered = (np.arange(length) >= first) & (np.arange(length) < last)
@@ -92,20 +92,20 @@ def _means(size: int, length: int) -> np.ndarray:
 
 
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
-    """See `numerics.augment.mix`."""
+    """See `engine.augment.mix`."""
     is_inside = _inside(rows_B6[:, 1:5], images_BCHW.transpose(0, 2, 3, 1))[:, None]
     weight = pixels.partner_weight(is_inside, rows_B6[:, 0, None, None, None])
     return images_BCHW + weight * (partners_BCHW - images_BCHW)
 
 
 def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
-    """Return which pixels lie in a box of each image, bool [B, H, W]."""
+    """Return the mask of a box in each image, bool [B, H, W]."""
     height, width = (jnp.arange(length) for length in images_BHWC.shape[1:3])
     return pixels.inside(boxes_B4, height, width)
 
 
 def _fetched(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Apply any affine map [2, 3] to an image, by gathers: bilinear, edge pixels repeated. The others do the same."""
+    """Apply any affine map [2, 3] to an image by gathers: bilinear, edge pixels repeated."""
     height, width, _ = image_HWC.shape
     y, x = np.meshgrid(*map(_centres, size), indexing="ij")
     positions = _positions(affine[1], x, y, height), _positions(affine[0], x, y, width)
@@ -144,20 +144,20 @@ def _turned(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> j
 
 
 def _centres(length: int) -> np.ndarray:
-    """Return where the pixels of a side lie, from -1 to 1."""
+    """Return the pixel centres of a side, from -1 to 1."""
     return ((2 * np.arange(length) + 1) / length - 1).astype(np.float32)
 
 
 def _positions(coefficients: jax.Array, x: Any, y: Any, length: int) -> jax.Array:
-    """Return where one row of an affine map [3] leads from x and y: pixel indices of a side, with fractions."""
+    """Map x and y by one row of an affine map [3] to fractional pixel indices of a side."""
     return ((coefficients[0] * x + coefficients[1] * y + coefficients[2] + 1) * length - 1) / 2
 
 
 def _weights(positions: jax.Array, length: int) -> jax.Array:
-    """Return the weights [..., length] of the pixels of a side in the linear interpolation at positions [...]."""
+    """Return the linear interpolation weights [..., length] of a side's pixels at positions [...]."""
     return jnp.maximum(0, 1 - jnp.abs(jnp.clip(positions, 0, length - 1)[..., None] - jnp.arange(length)))
 
 
 def _product(subscripts: str, *operands: jax.Array) -> jax.Array:
-    """Return an einsum in 32 bits: pixels would be rounded where the model's own products may be."""
+    """Return an einsum in full 32-bit precision, even if the model's products are rounded."""
     return jnp.einsum(subscripts, *operands, precision="highest")

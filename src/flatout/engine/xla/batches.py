@@ -1,4 +1,4 @@
-"""A split of the data where the XLA engine reads it, and how its batches reach the devices, a few steps at a time.
+"""The placement of a split for the XLA engine, and the transfer of its batches, a few steps at a time.
 
 Shape letters: N samples, T steps of one dispatch, B batch, H height, W width, C channels.
 """
@@ -37,7 +37,7 @@ class HostBatches:
 
     Attributes:
         batches: the batches of all processes.
-        images, targets, weights, transforms, partners: as in `step.DeviceBatch`, with a dimension T in front.
+        images, targets, weights, transforms, partners: see `program.DeviceBatch`, with a leading dimension T.
     """
 
     batches: Sequence[Batch]
@@ -60,7 +60,7 @@ class HostBatches:
 
 
 def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> tuple[Split, jax.Array | None]:
-    """Copy a split's images to every device if they fit there; else to host memory; else leave them on disk.
+    """Copy a split's images to every device if they fit, else to host memory, else leave them on disk.
 
     Simulated devices share the host's memory, so their batches are read from there.
 
@@ -94,18 +94,18 @@ def read_batches(
 
     Args:
         batches: the batches of all processes.
-        size: samples that all devices share equally; copies of a batch's first sample fill it up.
-        own: which of them are this process's.
-        is_resident: whether the images lie on the devices, so that their row numbers suffice.
-        targets: of all samples, as `Task.targets` returns them.
+        size: samples that all devices share equally; padding copies a batch's first sample.
+        own: this process's share of them.
+        is_resident: whether the images are on the devices, so that row indices suffice.
+        targets: those of all samples; see `Task.targets`.
         transforms: the epoch's augmentation tables.
-        sample_weights: as `Task.sample_weights` returns them.
+        sample_weights: see `Task.sample_weights`.
     """
     rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
     weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
 
     def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return images, targets and transforms of some samples [T, B]."""
+        """Return images, targets and transforms of samples [T, B]."""
         images = rows.astype(np.int32)
         if not is_resident:
             images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
@@ -136,7 +136,7 @@ def _free_bytes(device: Any) -> int:
 
 # Dispatches in flight: enough to keep the devices busy.
 RUN_AHEAD = 4
-# The most bytes of images in flight to each device, unless two single batches are larger.
+# Maximum bytes of images in flight to each device, unless two batches are larger.
 IN_FLIGHT_BYTES = 256 * 2**20
 
 
@@ -145,11 +145,11 @@ class XlaDataset:
 
     Attributes:
         samples: the split on the host.
-        targets: as `Task.targets` returns them.
-        table: [N, ...], what the network reads of it on every device; None where that comes from the host.
+        targets: see `Task.targets`.
+        table: [N, ...], the network's inputs on every device; None if they are streamed from the host.
         tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
-        run_ahead: the most dispatches in flight.
+        run_ahead: the maximum number of dispatches in flight.
         size: height and width that the epoch's training images are reduced to.
     """
 
@@ -161,7 +161,7 @@ class XlaDataset:
         self._transforms: Transforms | None = None
         self.size = engine.recipe.image_sides
         self._pending: list[tuple[HostBatches, int, float, int]] = []
-        # What the network reads for each view of the images.
+        # The network's input by view of the images.
         self._views: dict[int, tuple[Split, jax.Array | None]] = {}
         if engine.cut is None:
             self._read_view(NOT_AUGMENTED, None)
@@ -203,7 +203,7 @@ class XlaDataset:
             self._transforms, self.size = transforms, training_size(recipe, epoch)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
-        """See `DeviceDataset.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
+        """See `DeviceDataset.feed`. A thread prefetches all batches of a dispatch into one array."""
         world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
         if self.table is None:
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
@@ -279,7 +279,7 @@ class XlaDataset:
         results: deque[tuple[Evaluated, int]] = deque()
 
         def keep_first() -> float:
-            """Wait for the oldest result, keep what is wanted of it, and return its loss."""
+            """Wait for the oldest result, store its requested parts, and return its loss."""
             result, number = results.popleft()
             for name, parts in kept.items():
                 if (found := getattr(result, name)) is not None:
@@ -309,11 +309,11 @@ class XlaDataset:
 
 
 def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
-    """Return the steps per dispatch, and the most dispatches in flight, that keep to `IN_FLIGHT_BYTES` per device.
+    """Return the steps per dispatch, and the maximum dispatches in flight, within `IN_FLIGHT_BYTES` per device.
 
     Args:
-        batch_bytes: a batch's images on each device; 0 where they need no copy.
-        steps: the most steps per dispatch.
+        batch_bytes: the bytes of a batch's images on each device; 0 if they need no copy.
+        steps: the maximum steps per dispatch.
     """
     if batch_bytes:
         steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
@@ -322,7 +322,7 @@ def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-    """Return a whole array on the host, also where other hosts hold parts of it; then all must call this."""
+    """Return a whole array on the host; if other hosts have parts of it, all must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""The devices that XLA computes on, and JAX's settings; messages for devices that cannot be used."""
+"""XLA's devices, JAX's settings, and messages for devices that cannot be used."""
 
 import contextlib
 import importlib
@@ -23,8 +23,8 @@ _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "cuda": "cuda,cpu"}
 # Programs that compile faster are not cached.
 CACHED_SECONDS = 0.5
 
-# PCI device numbers of TPU chips (Google is vendor 0x1ae0), and how many devices JAX counts on each: v2 and v3, v4,
-# v5p, v5e, v6e, v7x. From jax/_src/hardware_utils.py.
+# PCI device IDs of TPU chips (Google is vendor 0x1ae0), and JAX's devices per chip: v2 and v3, v4, v5p, v5e, v6e, v7x.
+# From jax/_src/hardware_utils.py.
 _GOOGLE = "0x1ae0"
 _TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
 
@@ -71,14 +71,14 @@ def require_compiler() -> None:
     """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported.
 
     Raises:
-        InputError: it is not; the message contains the command that installs it.
+        InputError: it is not installed; the message contains the command that installs it.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
 
 
 def gpu_count() -> int:
-    """Return how many GPUs JAX finds on this host."""
+    """Return the number of GPUs that JAX finds on this host."""
     require()
     with contextlib.suppress(RuntimeError):
         return len(_local_devices("cuda", None))
@@ -86,7 +86,7 @@ def gpu_count() -> int:
 
 
 def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list[Any]:
-    """Return the devices of all hosts of a run, those of each host next to each other; see `find`.
+    """Return the devices of all hosts of a run, grouped by host; see `find`.
 
     Every host's process must call it, before anything else starts JAX there.
     """
@@ -112,7 +112,7 @@ def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list
 
 @contextlib.contextmanager
 def _reserved_port(address: str) -> Iterator[int]:
-    """Reserve a free port of an address for JAX's coordinator, which shares it (SO_REUSEPORT) and alone listens."""
+    """Reserve a free port for JAX's coordinator, which shares it (SO_REUSEPORT) and is the only listener."""
     family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -159,7 +159,7 @@ def explain(kind: str, error: str) -> str:
 
 
 def _local_devices(kind: str, count: int | None) -> list[Any]:
-    """Return this host's devices of a kind, which starts JAX; `count` simulated ones are wanted at least."""
+    """Return this host's devices of a kind, which starts JAX; with at least `count` simulated ones."""
     import jax
 
     with _settings(None if count is None else kind, count or 1):
@@ -168,11 +168,11 @@ def _local_devices(kind: str, count: int | None) -> list[Any]:
 
 @contextlib.contextmanager
 def _settings(kind: str | None, count: int) -> Iterator[None]:
-    """Settings of JAX for its start, or none where it has started in this process; restored afterwards."""
+    """Set JAX's start-up settings unless it has already started; they are restored afterwards."""
     import jax
 
     if not tpu_count():
-        # libtpu would ask the cloud's metadata server about the machine for minutes.
+        # libtpu would query the cloud's metadata server for minutes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # `find` and `kinds` explain errors to users.
     logger = logging.getLogger("jax._src.xla_bridge")
@@ -193,7 +193,7 @@ def _settings(kind: str | None, count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compilation_cache() -> Iterator[None]:
-    """Keep the programs compiled inside in flatout's cache folder, unless the user has chosen one for JAX."""
+    """Cache programs compiled inside in flatout's cache folder, unless the user has set JAX's own."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache as cache
 

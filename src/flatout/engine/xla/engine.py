@@ -1,8 +1,7 @@
 """The XLA engine: trains on TPUs, GPUs or simulated devices, all devices of a host driven by one process.
 
-Arrays are global: a batch lies in equal parts on the devices, weights are replicated or sliced (`shard = "full"`), and
-XLA adds the communication between devices to the program. Programs are compiled before the clock of training starts,
-for shapes that never change.
+Arrays are global: a batch is split equally over the devices, weights are replicated or sliced (`shard = "full"`), and
+XLA adds the communication between devices to the program. Programs are compiled before training, for fixed shapes.
 
 Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
@@ -37,7 +36,7 @@ from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
 # Steps per dispatch on devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times
-# slower (github.com/jax-ml/jax, issue 12868), so there every step is a program of its own.
+# slower (github.com/jax-ml/jax, issue 12868), so every step is a separate program there.
 STEPS_PER_DISPATCH = 16
 
 
@@ -45,13 +44,13 @@ class XlaEngine:
     """Trains a module on all devices of a mesh; see `Engine`.
 
     Args:
-        model: exported as it is, never changed.
+        model: exported, never changed.
         recipe: data.mean and data.std must be filled in.
-        devices: the devices of all processes, those of a process next to each other.
+        devices: the devices of all processes, grouped by process.
         world: the processes, one per host.
-        class_weights: as `Task.class_weights` returns them; None for none.
-        steps_per_dispatch: steps per program call; None for what suits the devices.
-        head: as for the torch engine.
+        class_weights: see `Task.class_weights`; None for none.
+        steps_per_dispatch: steps per program call; None to choose by the devices.
+        head: see the torch engine.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class XlaEngine:
     # --- programs -------------------------------------------------------------------------------------------------
 
     def program(self, batch: int, *, evaluates: bool = False) -> Program:
-        """Return the functions for training batches of a size, or any that evaluate.
+        """Return the functions for training batches of a size, or any for evaluation.
 
         The first call copies the state to the devices.
         """
@@ -199,7 +198,7 @@ class XlaEngine:
         self._training, self._counted_steps, self._first_bad_step = split, 0, None
 
     def flush(self) -> None:
-        """Enqueue the steps that wait for a full dispatch."""
+        """Enqueue the steps of an incomplete dispatch."""
         if self._training is not None:
             self._training.flush()
 
@@ -244,7 +243,7 @@ class XlaEngine:
         return found if self.world.is_main else {}
 
     def _has_room(self, state: State) -> bool:
-        """Return whether every device has memory for a copy of a state, beside the peak of the steps."""
+        """Whether every device has memory for a copy of a state, in addition to the peak of the steps."""
         if self.platform == "cpu":
             return True
         needed = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(state))
@@ -253,7 +252,7 @@ class XlaEngine:
         return needed < min(self.world.all_gather_object(room))
 
     def _host_state(self, snapshot: State | None = None) -> dict[str, torch.Tensor]:
-        """Return the state, or a snapshot of it, as torch tensors under torch's names; all processes take part."""
+        """Return the state, or a snapshot of it, as torch tensors under torch's names; all processes participate."""
         self.flush()
         if self._state is None and self._waiting_state is not None:
             return dict(self._waiting_state)
@@ -261,7 +260,7 @@ class XlaEngine:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
         state: State = jax.tree.map(fetch, snapshot or self._state)
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        # A shared weight has several names in torch, and the first of them here.
+        # A shared weight has several names in torch; the first is used here.
         first_names = {id(tensor): name for name, tensor in named}
         found = {}
         sources = {"model": state} if state.average is None else {"ema": state.average, "model": state}
@@ -309,7 +308,7 @@ class XlaEngine:
         self._state = self._program = self._training = None
 
     def peak_memory_bytes(self) -> int | None:
-        """See `Engine.peak_memory_bytes`: the peak of this process's device that used most."""
+        """See `Engine.peak_memory_bytes`: the maximum over this process's devices."""
         if self.platform == "cpu":
             return None
         return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.sharding.local_devices)

@@ -1,7 +1,7 @@
 """A torch module as a pure JAX function.
 
-`torch.export` records the module's operations for a batch of fixed size; each is computed by torchax's JAX lowering, or
-by one of our own: batch normalisation that ignores padding, max pooling, dropout from a key.
+`torch.export` records the module's operations for a batch of fixed size; each is computed by torchax's JAX lowering or
+by ours: batch normalisation that ignores padding, max pooling, dropout from a key.
 
 Shape letters: B batch, C channels, H height, W width.
 """
@@ -27,11 +27,11 @@ aten = torch.ops.aten
 
 
 class SampleMask(NamedTuple):
-    """Which samples of a batch are real.
+    """The mask of real samples of a batch.
 
     Attributes:
         mask: float32 [B], 1 for a real sample and 0 for padding.
-        groups: the number of equal parts of the batch with batch statistics of their own.
+        groups: the number of equal parts of the batch with separate batch statistics.
     """
 
     mask: jax.Array
@@ -45,7 +45,7 @@ class Keys:
         self._key = key
 
     def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
-        """Return a key that no other operation gets."""
+        """Return a key that is unique to an operation."""
         if self._key is None:
             raise TypeError("the module draws random numbers: pass a key")
         self._key, key = jax.random.split(self._key)
@@ -91,7 +91,7 @@ def _batch_norm(
         new_mean = running_mean + momentum * (mean - running_mean)
         new_var = running_var + momentum * (var * (n / jnp.maximum(n - 1, 1)) - running_var)
         if per_sample == 1 or groups > 1:
-            # One value has no variance: a lone sample at the end of an epoch is normalised by the running statistics.
+            # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
             is_lone = n < 2
             mean, var = jnp.where(is_lone, running_mean, mean), jnp.where(is_lone, running_var, var)
             new_mean, new_var = jnp.where(is_lone, running_mean, new_mean), jnp.where(is_lone, running_var, new_var)
@@ -114,9 +114,9 @@ def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
 
 
 def max_pool(call: Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
-    """Return the maxima of 2 x 2 windows side by side; the gradient goes to the first of equal values, as in torch.
+    """Return the maxima of non-overlapping 2 x 2 windows; as in torch, the first of equal values gets the gradient.
 
-    XLA searches the windows again for the gradient. On CPUs four slices are several times faster.
+    XLA searches the windows again for the gradient; on CPUs, four slices are several times faster.
     """
     x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
     return jax.lax.platform_dependent(x, cpu=_max_of_slices, default=_max_of_windows), None
@@ -157,7 +157,7 @@ def _corners(x: jax.Array) -> list[jax.Array]:
 
 
 def is_plain_pool(node: torch.fx.Node) -> bool:
-    """Return whether a max pooling has 2 x 2 windows side by side, and its indices are unused."""
+    """Whether a max pooling has non-overlapping 2 x 2 windows, and its indices are unused."""
     x, kernel, *rest = cast(list[Any], node.args)
     stride, padding, dilation, ceil = (*rest, *([[], [0, 0], [1, 1], False][len(rest) :]))
     is_even = all(length % 2 == 0 for length in x.meta["val"].shape[-2:])
@@ -196,11 +196,11 @@ class Function:
     Args:
         module: in training or in evaluation mode; it is not changed.
         inputs: example inputs; their first dimension is the batch.
-        name: of the module, for messages.
+        name: the module's name, for messages.
         precision: "bf16" to compute products in bfloat16.
 
     Attributes:
-        output_shapes: the shape of each array that it returns.
+        output_shapes: the shape of each output array.
 
     Raises:
         InputError: the module cannot be exported, or uses an operation without a lowering; the message names file and
@@ -243,9 +243,9 @@ class Function:
         """Return the module's result, and its new buffers.
 
         Args:
-            buffers: by name; whole numbers may be int32.
+            buffers: by name; integers may be int32.
             key: determines dropout; None only for a module without randomness.
-            mask: which samples enter batch statistics; None for all.
+            mask: the samples that enter batch statistics; None for all.
         """
         values: dict[str, Any] = dict(self._constants)
         for place, name in self._states.items():
@@ -326,7 +326,7 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> t
 
 
 def import_lowerings() -> None:
-    """Import torchax for its lowerings alone.
+    """Import only the lowerings of torchax.
 
     Importing it also registers an accelerator "jax", whose missing streams break torch's optimizers, and switches off
     torch's fast attention. Both are undone, so that the torch engine works in the same process.
@@ -340,7 +340,7 @@ def import_lowerings() -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the place in the user's code where an error arose, for a message; empty if unknown."""
+    """Return the line of the user's code that raised an error, for a message; empty if unknown."""
     own = (_own_folder(torch.__file__), _own_folder(__file__), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -15,14 +15,14 @@ from flatout.utils.errors import InputError, first_line
 
 
 class KerasFunction:
-    """A Keras model as a pure function of JAX arrays, as `function.Function` for a torch module.
+    """A Keras model as a pure function of JAX arrays; see `function.Function`.
 
-    Random numbers depend on the key of the call alone, so a run is reproducible from its seed.
+    Random numbers depend only on the key of the call, so a run is reproducible from its seed.
 
     Args:
         module: in training or in evaluation mode; it is not changed.
         inputs: example images [B, C, H, W].
-        name: of the model, for messages.
+        name: the model's name, for messages.
         precision: "bf16" to compute in bfloat16.
 
     Attributes:
@@ -40,7 +40,7 @@ class KerasFunction:
         images = jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32)
         try:
             logits, _, losses = jax.eval_shape(self._call, shapes, images, jax.random.key(0))
-        except Exception as error:  # layers of the user's own may raise anything
+        except Exception as error:  # user-defined layers may raise anything
             raise InputError(f"model {name}: fails under XLA: {type(error).__name__}: {first_line(error)}") from error
         if losses:
             raise InputError(f"model {name}: adds terms to the loss (add_loss, regularizers), which is not supported")
@@ -55,7 +55,7 @@ class KerasFunction:
         key: jax.Array | None = None,
         mask: SampleMask | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Return the logits [B, K], and the new buffers; arguments as for `function.Function`."""
+        """Return the logits [B, K], and the new buffers; for the arguments see `function.Function`."""
         if mask is not None and mask.groups > 1 and buffers:
             raise InputError("norm = 'per-device': Keras models normalise by the whole batch; use norm = 'global'")
         with counting(None if mask is None else mask.mask > 0):
@@ -69,7 +69,7 @@ class KerasFunction:
         """Return logits, the new values of the variables that are not trained, and the model's own losses."""
         model, trainable, others = self._network
         generators = others.count(None)
-        # Keras requires every generator's state, even if it draws nothing.
+        # Keras requires every generator's state, even if unused.
         keys = jax.random.split(jax.random.key(0) if key is None else key, max(1, generators))
         seeds = iter(jax.random.key_data(keys))
         logits, after, losses = model.stateless_call(

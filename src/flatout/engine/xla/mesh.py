@@ -1,4 +1,4 @@
-"""Where the arrays of a step lie on the devices. XLA derives the communication between devices from that.
+"""The sharding of a step's arrays. XLA derives the communication between devices from it.
 
 Shape letters: B batch.
 """
@@ -20,14 +20,14 @@ class MeshSharding:
     """The placement of arrays on a row of devices that share every batch.
 
     Args:
-        devices: real or simulated ones, or those of a topology to compile for.
-        shard: "full" to cut the state into one slice per device; "none" to keep all of it on each.
+        devices: real or simulated devices, or those of a topology to compile for.
+        shard: "full" to slice the state over the devices; "none" to replicate it.
 
     Attributes:
-        devices: the devices; those of a process are neighbours.
-        size: how many they are.
-        replicated: for arrays that every device holds whole.
-        split: for arrays whose first dimension is the batch: each device holds an equal part.
+        devices: the devices, grouped by process.
+        size: their number.
+        replicated: for arrays that are copied to every device.
+        split: for arrays whose first dimension is the batch: each device has an equal part.
     """
 
     def __init__(self, devices: Sequence[Any], shard: str) -> None:
@@ -44,22 +44,22 @@ class MeshSharding:
 
     @property
     def local_devices(self) -> list[Any]:
-        """The devices of this process; JAX refuses questions about the memory of others."""
+        """The devices of this process; JAX cannot query the memory of others."""
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     def own(self, batch: int) -> slice:
-        """Return which samples of a batch lie on the devices of this process."""
+        """Return the range of a batch's samples on the devices of this process."""
         each, first = batch // self.size, self.devices.index(self.local_devices[0])
         return slice(each * first, each * (first + len(self.local_devices)))
 
     def put_batch(self, arrays: Any, shardings: Any) -> Any:
-        """Copy arrays with this process's samples of a batch to its devices, without waiting."""
+        """Copy this process's samples of a batch to its devices, asynchronously."""
         if jax.process_count() == 1:
             return jax.device_put(arrays, shardings)
         return jax.tree.map(lambda a, sharding: jax.make_array_from_process_local_data(sharding, a), arrays, shardings)
 
     def put_state(self, arrays: Any, shardings: Any) -> Any:
-        """Copy arrays that every process holds whole to the devices."""
+        """Copy arrays that every process has completely to the devices."""
         if jax.process_count() == 1:
             return jax.device_put(arrays, shardings)
         return jax.tree.map(
@@ -73,7 +73,7 @@ class MeshSharding:
         return jax.tree.map(lambda array: self._of(array.shape), state)
 
     def of_inputs(self, inputs: DeviceBatch, *, stacked: bool = False) -> Any:
-        """Return the sharding of each array of a batch; `stacked` if they have a dimension of steps in front."""
+        """Return the sharding of each array of a batch; `stacked` if they have a leading dimension of steps."""
         of_samples = self._stacked if stacked else self.split
         shardings: Any = jax.tree.map(lambda array: of_samples, inputs)
         return shardings._replace(learning_rate=self.replicated, seed=self.replicated)
@@ -90,10 +90,10 @@ class MeshSharding:
         """Return the training step, ready to be compiled for the devices.
 
         Args:
-            state: any with the right shapes.
-            steps: for `Program.train_steps`; None for `Program.train_step`.
-            table: the images on the devices; None where they come from the host.
-            size: as for `Program.train_step`.
+            state: any state of the right shapes.
+            steps: the steps of `Program.train_steps`; None for `Program.train_step`.
+            table: the images on the devices; None if they are streamed from the host.
+            size: see `Program.train_step`.
         """
         inputs = program.example_inputs(is_resident=table is not None, steps=steps)
         of_state, tables = self.of_state(state), () if table is None else (table,)
@@ -113,7 +113,7 @@ class MeshSharding:
     def lower_evaluation(
         self, program: Program, state: State, *, table: jax.Array | None = None, tta: bool = False
     ) -> jax.stages.Lowered:
-        """Return the evaluation of a batch, ready to be compiled; arguments as for `lower_step`, `Program.evaluate`."""
+        """Return the evaluation of a batch, ready to be compiled; see `lower_step` and `Program.evaluate`."""
         inputs = program.example_inputs(is_resident=table is not None, batch=program.evaluation_batch)
         tables = () if table is None else (table,)
         jitted = jax.jit(
@@ -125,7 +125,7 @@ class MeshSharding:
             return jitted.lower(_shapes(state), inputs.images, inputs.targets, inputs.weights, *tables)
 
     def _of(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array of the state: replicated, or cut along its longest divisible side."""
+        """Return the sharding of an array of the state: replicated, or sliced along its longest divisible dimension."""
         even = [(length, -axis) for axis, length in enumerate(shape) if length and length % self.size == 0]
         if not self._is_sliced or not even:
             return self.replicated

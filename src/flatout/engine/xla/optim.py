@@ -1,7 +1,7 @@
 """torch's optimizers as optax transformations: the same numbers, and a state that either engine can continue from.
 
-optax's own differ from torch's in small ways that a run can see: its Adagrad adds epsilon under the root, its momentum
-knows no dampening. A transformation here leaves the learning rate out: the step multiplies by it, since it changes.
+optax's own differ slightly from torch's: its Adagrad adds epsilon under the root, its momentum has no dampening. The
+transformations here do not include the learning rate, which changes: the step multiplies by it.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ Arrays = dict[str, jax.Array]
 
 
 class MomentumState(NamedTuple):
-    """What SGD keeps: steps taken, and a running sum of gradients per parameter."""
+    """The state of SGD: the step count, and a running sum of gradients per parameter."""
 
     count: jax.Array
     momentum_buffer: Arrays
 
 
 class AdagradState(NamedTuple):
-    """What Adagrad keeps: steps taken, and the sum of squared gradients per parameter."""
+    """The state of Adagrad: the step count, and the sum of squared gradients per parameter."""
 
     count: jax.Array
     sum: Arrays
 
 
-# By the key that torch gives each array: the name of the field of the optax state.
+# Torch's key of each array -> the field of the optax state.
 _KEYS = {
     MomentumState: {"momentum_buffer": "momentum_buffer"},
     AdagradState: {"sum": "sum"},
@@ -69,7 +69,7 @@ def build(optimizer: Optimizer) -> optax.GradientTransformation:
 
 
 def scale_by_momentum(momentum: float, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
-    """Return SGD's momentum as torch has it: the first gradient enters whole, later ones by 1 - dampening."""
+    """Return SGD's momentum as in torch: dampening applies from the second gradient on."""
 
     def init(parameters: Arrays) -> MomentumState:
         return MomentumState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
@@ -84,7 +84,7 @@ def scale_by_momentum(momentum: float, dampening: float, *, nesterov: bool) -> o
 
 
 def scale_by_adagrad(eps: float) -> optax.GradientTransformation:
-    """Return Adagrad (Duchi et al., JMLR 2011) as torch has it: epsilon is added to the root."""
+    """Return Adagrad (Duchi et al., JMLR 2011) as in torch: epsilon is added to the root."""
 
     def init(parameters: Arrays) -> AdagradState:
         return AdagradState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
@@ -111,7 +111,7 @@ def to_torch(state: Any) -> dict[str, np.ndarray]:
 
 
 def from_torch(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return an optax state of the same structure with what torch's optimizer kept; zero where it kept nothing."""
+    """Return an optax state of the same structure with torch's optimizer state; zero where that is missing."""
     kept = _kept(state)
     if kept is None:
         return state
@@ -120,7 +120,7 @@ def from_torch(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         zeros = getattr(kept, field)
         fields[field] = {name: arrays.get(f"{name}.{key}", np.zeros(v.shape, v.dtype)) for name, v in zeros.items()}
         for name in zeros:
-            # Plain momentum counts no steps; that it keeps anything says that there were some.
+            # Plain momentum has no step count; a state implies at least one step.
             steps = arrays.get(f"{name}.step", np.float32(f"{name}.{key}" in arrays))
             count = max(count, int(steps))
     new = kept._replace(count=np.int32(count), **fields)
@@ -128,5 +128,5 @@ def from_torch(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _kept(state: Any) -> Any:
-    """Return the part of a chain's state that holds arrays per parameter."""
+    """Return the part of a chain's state with arrays per parameter."""
     return next((part for part in state if type(part) in _KEYS), None)

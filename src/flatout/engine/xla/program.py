@@ -33,7 +33,7 @@ Arrays = dict[str, jax.Array]
 
 
 class State(NamedTuple):
-    """Everything that training changes, and the frozen weights; `average` is None where the recipe wants none."""
+    """Everything that training changes, and the frozen weights; `average` is None without one."""
 
     trained: Arrays
     frozen: Arrays
@@ -63,14 +63,14 @@ class Average(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """One batch; or several, with a dimension of steps in front of each array.
+    """One batch; or several, with a leading dimension of steps in each array.
 
     Attributes:
         images: uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices.
-        targets: as `Task.targets` returns them, whole numbers as int32.
+        targets: see `Task.targets`; integers as int32.
         weights: float32 [B]; 0 for padding, else the weight of the sample in the loss.
-        transforms: the batch's rows of the augmentation tables; None where nothing is random.
-        partners: images, targets and transforms of the samples that these are mixed with; None where nothing is mixed.
+        transforms: the batch's rows of the augmentation tables; None if nothing is random.
+        partners: images, targets and transforms of the samples that these are mixed with; None without mixing.
         learning_rate: float32 [].
         seed: uint32 [2], determines dropout.
     """
@@ -85,7 +85,7 @@ class DeviceBatch(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Of one evaluation batch: loss sum [] without padding, and the rest of each sample, as `Evaluation` has it."""
+    """Results of an evaluation batch: loss sum [] without padding, and values per sample, see `Evaluation`."""
 
     loss_sum: jax.Array
     predicted: jax.Array
@@ -98,14 +98,14 @@ class Program:
     """The pure functions of a job. The model is exported when a function is first traced; see `Function` for errors.
 
     Args:
-        model: with the weights to start from; it is not changed.
+        model: with the initial weights; it is not changed.
         recipe: data.mean and data.std must be filled in.
         batch: samples in a training batch, padding included.
         evaluation_batch: samples in an evaluation batch, padding included.
-        groups: parts of the batch with batch statistics of their own; 1 for global ones.
+        groups: parts of the batch with separate batch statistics; 1 for global ones.
         precision: "fp32", "tf32" or "bf16".
-        cut: from `frozen_cut`: images are then the output of its prefix, float32 with channels last.
-        class_weights: as `Task.class_weights` returns them; None for none.
+        cut: from `frozen_cut`; images are then the output of its prefix, float32 with channels last.
+        class_weights: see `Task.class_weights`; None for none.
         target_shape: the shape of the target of one sample.
     """
 
@@ -130,7 +130,7 @@ class Program:
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
         self._networks: dict[tuple[int, ...], _Network] = {}
-        # The shape of what the network reads of one image, channels first, and its stored shape and type.
+        # The shape of the network's input for one image, channels first, and its stored shape and type.
         self._read = (recipe.channels, *recipe.image_sides)
         self._stored: tuple[tuple[int, ...], Any] = (
             (*recipe.stored_sides, recipe.channels),
@@ -154,7 +154,7 @@ class Program:
         network, shape = self._model.eval(), (self._recipe.channels, *self._recipe.eval_sides)
         if self._cut:
             network, shape = self._cut.eval_suffix, self._read
-        # What the head reads becomes a second result.
+        # The head's input becomes a second result.
         with caught(self._model, network) as features:
             hook = network.register_forward_hook(
                 lambda module, images, logits: logits if (found := features.take()) is None else (logits, found)
@@ -178,11 +178,11 @@ class Program:
         return self._augment(images, transforms, is_training=is_training)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context to trace in, which decides how 32-bit products are computed."""
+        """Return the context for tracing that sets the precision of 32-bit products."""
         return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> DeviceBatch:
-        """Return the shapes of a training batch, or of one of `batch` samples; of `steps` of them if given."""
+        """Return the shapes of a training batch (of `batch` samples if given), or of `steps` batches."""
         front, count = () if steps is None else (steps,), batch or self.batch
 
         def shape(*lengths: int, dtype: Any = np.float32) -> Any:
@@ -222,11 +222,11 @@ class Program:
         """Update the state from one batch.
 
         Args:
-            table: uint8 or uint16 [N, H, W, C], the images that `inputs.images` are rows of; None where they are those.
+            table: uint8 or uint16 [N, H, W, C], the images, if `inputs.images` are row indices; else None.
             size: height and width that the images are reduced to; None for the recipe's.
 
         Returns:
-            The state after it; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
+            The new state; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
         """
         real = (inputs.weights > 0).astype(jnp.float32)
         x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
@@ -237,7 +237,7 @@ class Program:
         if self._cut is None:
             x = reduced(x, size or self._recipe.image_sides)
         network = self._training(x.shape)
-        # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
+        # Avoids the gradient of 0 / 0 in a batch that is only padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
         def objective(trained: Arrays) -> tuple[jax.Array, Any]:
@@ -260,7 +260,7 @@ class Program:
 
         gradients, (buffers, sums) = jax.grad(objective, has_aux=True)(state.trained)
         if limit := self._recipe.clip_norm:
-            # As torch's clip_grad_norm_ does it.
+            # See torch's clip_grad_norm_.
             norm = jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
             scale = jnp.minimum(1, limit / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
@@ -273,10 +273,10 @@ class Program:
     def train_steps(
         self, state: State, inputs: DeviceBatch, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
     ) -> tuple[State, jax.Array]:
-        """Take several steps in one program; every array of `inputs` has one more dimension in front.
+        """Take several steps in one program; every array of `inputs` has an additional leading dimension.
 
         Returns:
-            The state after them, and their sums [steps, 4].
+            The new state, and the sums of the steps, [steps, 4].
         """
         return jax.lax.scan(lambda state, one: self.train_step(state, one, table, size=size), state, inputs)
 
@@ -290,9 +290,9 @@ class Program:
         *,
         tta: bool = False,
     ) -> Evaluated:
-        """Return the figures of one batch; arguments as in `DeviceBatch`, `mask` [B] is 0 for padding.
+        """Return the results of one batch; for the arguments see `DeviceBatch`; `mask` [B] is 0 for padding.
 
-        With `tta` they are those of the probabilities averaged over `augment.tta_views`.
+        With `tta`, probabilities are averaged over `augment.tta_views`.
         """
         x = self._input(_images(images, table), None, is_training=False)
         weights = state.average or state
@@ -310,7 +310,7 @@ class Program:
         else:
             logits, features = outputs_of(x)
         losses, _, predicted, probabilities = self._evaluation.results(logits, targets)
-        # A prediction of NaN for padding must not reach the sums.
+        # NaN predictions for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
         return Evaluated(loss_sum, predicted, probabilities, logits.astype(jnp.float32), features)
 
@@ -336,7 +336,7 @@ class FrozenPrefix:
 
 
 def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
-    """Return a model in two parts where the output of the first can be cached; None where it cannot.
+    """Return a model in two parts if the output of the first can be cached; else None.
 
     Test-time augmentation needs the whole model.
     """
@@ -347,7 +347,7 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
 
 
 class _Network:
-    """The model, or what follows its frozen prefix, and its loss, as JAX functions of batches of one shape."""
+    """The model after its frozen prefix, and its loss, as JAX functions of batches of one shape."""
 
     def __init__(self, model: Any, head: Function) -> None:
         self.model, self._head = model, head
@@ -358,12 +358,12 @@ class _Network:
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:
-    """Return the images of a batch, which are rows of a table if there is one."""
+    """Return the images of a batch, looked up in the table if there is one."""
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
 
 
 class _LossHead(nn.Module):
-    """What a task computes from logits: losses, metrics of a step, predictions and probabilities."""
+    """Losses, step metrics, predictions and probabilities of a task, computed from logits."""
 
     def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
         super().__init__()
@@ -371,7 +371,6 @@ class _LossHead(nn.Module):
         self._class_weights = None if class_weights is None else torch.tensor(class_weights)
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return them."""
         losses = self._task.per_sample(logits, targets, self._class_weights)
         return (
             losses,
@@ -385,9 +384,9 @@ class _LossHead(nn.Module):
 def head_of(
     task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
 ) -> Function:
-    """Return losses, metrics of a step, predictions and probabilities as a function of logits and targets.
+    """Return a function from logits and targets to losses, step metrics, predictions and probabilities.
 
-    Training and evaluation share one where their batches have the same size.
+    Training and evaluation share one if their batches have the same size.
     """
     dtype = torch.float32 if task.mixes_targets else torch.int64
     examples = example(*logits_shape), example(logits_shape[0], *target_shape, dtype=dtype)
@@ -395,7 +394,7 @@ def head_of(
 
 
 def averaged(task: Task, logits_VBK: jax.Array) -> jax.Array:
-    """Return the logits [B, K] of the views together."""
+    """Return logits [B, K] averaged over the views."""
     return Function(_Averaged(task), (example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
 
 
@@ -407,7 +406,6 @@ class _Averaged(nn.Module):
         self._task = task
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return them."""
         return self._task.averaged(logits)
 
 
@@ -417,6 +415,6 @@ def example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a copy of a tensor as an array that JAX takes unchanged: whole numbers in 32 bits."""
+    """Return a copy of a tensor as an array for JAX: integers have 32 bits."""
     array = tensor.detach().cpu().numpy()
     return array.astype(np.int32) if array.dtype == np.int64 else array.copy()

@@ -1,4 +1,4 @@
-"""A run as one module, from images as they are to probabilities: ONNX files and torch.export programs are made from it.
+"""A run as one module from raw images to probabilities: the source of ONNX files and torch.export programs.
 
 Shape letters: N images, H height, W width, C channels, V views, F features, K classes.
 """
@@ -50,7 +50,7 @@ def resize_matrix(
 
 
 class Resize(nn.Module):
-    """Images uint8 or uint16 [N, H, W, C] of any height and width to whole numbers, float32 [N, C, height, width].
+    """Resizes images uint8 or uint16 [N, H, W, C] to integers in float32 [N, C, height, width].
 
     Args:
         size: height and width of the result.
@@ -84,7 +84,7 @@ class Resize(nn.Module):
 
 
 class OODScore(nn.Module):
-    """The score of an `OODDetector`: how unlike the training images an image is."""
+    """The score of an `OODDetector`."""
 
     mean: torch.Tensor
     within: torch.Tensor
@@ -95,7 +95,7 @@ class OODScore(nn.Module):
         super().__init__()
         self.centre, self.scale, self.has_stats = detector.centre, detector.scale, detector.stats is not None
         if detector.stats:
-            # Centred features are small, so that 32 bits are enough for the difference of their distances.
+            # Centred features are small, so float32 is precise enough for the difference of distances.
             means = detector.stats.means.astype(np.float64)
             within, overall = detector.stats.whitening
             arrays = {"mean": means[-1], "within": within, "overall": overall}
@@ -118,7 +118,7 @@ class OODScore(nn.Module):
 
 
 class ExportedModel(nn.Module):
-    """The network of a run with its normalisation, the average over views, and what turns logits into answers.
+    """The network of a run with normalisation, the average over views, and the conversion of logits.
 
     Args:
         run: one run; its network is copied.
@@ -151,7 +151,7 @@ class ExportedModel(nn.Module):
         (rows, columns), (height, width) = self.size, pixels.shape[2:]
         top, left = (height - rows) // 2, (width - columns) // 2
         images = pixels[:, :, top : top + rows, left : left + columns] * self.scale + self.bias
-        # All views are one batch: a file then has the network once.
+        # All views are one batch, so the file contains the network once.
         views = [view(torch, images, *each) for each in self.views]
         with caught(self.network, self.network) as catcher:
             logits = self.network((torch.cat(views) if views else images).to(self.dtype)).float()
@@ -167,7 +167,7 @@ class Classifier(nn.Module):
     """Images uint8 or uint16 [N, H, W, C] of any height and width to probabilities float32 [N, K].
 
     A regression has its number in place of probabilities. Several members, as of a cross-validation, are averaged. A
-    member that knows unknown images adds a second output: their score, float32 [N].
+    member with an OOD detector adds a second output: the score, float32 [N].
 
     Args:
         run: one run, or a cross-validation.

@@ -1,4 +1,4 @@
-"""A run as an ONNX file, or as a `torch.export` program, `.pt2`. The ONNX file is made from the same program.
+"""A run as an ONNX file, or as a `torch.export` program, `.pt2`. The ONNX file is made from that program.
 
 Both take `images` uint8 or uint16 [N, H, W, C] of any size and give `probabilities` float32 [N, K]: `docs/export.md`.
 """
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 # Images uint8 or uint16 [N, H, W, C] to probabilities float32 [N, K], or numbers [N, 1].
 Predict = Callable[[np.ndarray], np.ndarray]
 
-# A protocol buffer, and so a single file, holds no more; graph and metadata take less than the difference to 2 GiB.
+# Limit of a protocol buffer, and so of a single file; graph and metadata fit in the rest of 2 GiB.
 MAX_BYTES = 2**31 - 2**24
-# What int8 multiplies in 8 bits: it takes the time and has the weights. Norms, activations and attention's softmax lose
-# more than they gain.
+# Operators that int8 quantises: they take most time and have the weights. Norms, activations and softmax lose more
+# accuracy than they gain speed.
 _QUANTIZED = ("Conv", "Gemm", "MatMul")
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep torch from printing warnings, logs and whole programs; errors say what matters."""
+    """Keep torch from printing warnings, logs and whole programs."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -81,7 +81,7 @@ def _program(classifier: Classifier, run: "Run") -> torch.export.ExportedProgram
         for name, module in classifier.named_modules()
     ]
     dtype = torch.uint16 if bits_of(run) == 16 else torch.uint8
-    # No axis has a length that stands for another, or that a program would be specialised for.
+    # The lengths of the axes are distinct, and none would specialise the program.
     rows, columns = run.recipe.stored_sides
     images = torch.zeros(2, rows + 5, columns + 11, run.recipe.channels, dtype=dtype)
     axes = {axis: torch.export.Dim(name) for axis, name in enumerate(("N", "height", "width"))}
@@ -118,7 +118,7 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
         calibration: batches of images of the run's size, for int8.
 
     Raises:
-        InputError: the model is too large, or computes what ONNX has no operation for.
+        InputError: the model is too large, or uses an operation that ONNX lacks.
     """
     _need("onnx", "onnxscript", "onnxruntime", what="--format onnx")
     import onnx
@@ -173,13 +173,13 @@ def open_session(path: Path) -> Any:
 
 
 def _need(*packages: str, what: str) -> None:
-    """Raise InputError where a package is not installed."""
+    """Raise InputError if a package is not installed."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise InputError(f"{what} needs {', '.join(missing)}: pip install 'flatout[onnx]'")
 
 
 def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -> str:
-    """Return the layer, and its operation, whose translation failed."""
+    """Return the layer and operation whose conversion failed."""
     node: Any = None
     nodes = {node.name: node for node in program.graph.nodes}
     for each in causes(error):
@@ -194,14 +194,14 @@ def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -
 
 
 def _network_of(node: Any) -> str:
-    """Return the network that a node computes a part of, by where the exporter found it; empty for none."""
+    """Return the network that a node belongs to, by the exporter's metadata; empty for none."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "")
     found = re.search(r"'(members\.\d+\.network)\b", scopes)
     return found[1] if found else ""
 
 
 def _strip(model: Any) -> None:
-    """Remove what the exporter notes of its own work: names, and paths of source files."""
+    """Remove the exporter's metadata: names, and paths of source files."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
         del part.metadata_props[:]
@@ -210,11 +210,11 @@ def _strip(model: Any) -> None:
 
 
 def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callable[[Any], str]) -> Any:
-    """Return an ONNX model whose networks multiply in 8 bits; the rest stays in 32 bits, resizing for one.
+    """Return an ONNX model whose networks use int8; the rest, such as resizing, stays in 32 bits.
 
     Weights have a scale for each channel. The range of an activation is the mean of its ranges in the batches of
-    calibration images, so that no single image decides it. The first layer of each network stays in 32 bits: it is
-    small, and its inputs and outputs differ most in size between channels.
+    calibration images, so no single image determines it. The first layer of each network stays in 32 bits: it is small,
+    and its value ranges differ most between channels.
 
     Args:
         model: in 32 bits.

@@ -1,4 +1,4 @@
-"""Keras: a twin of a network of ours, layer by layer, or the Keras model that a run trained.
+"""Keras export: a layer-by-layer equivalent of a built-in network, or the Keras model that a run trained.
 
 Shape letters: N images, H height, W width, C channels, K classes.
 """
@@ -30,7 +30,7 @@ def write_keras(run: "Run", path: Path) -> Predict:
     Returns a function that runs the file on images of the run's size.
 
     Raises:
-        InputError: the network has no twin in Keras, or Keras is not installed.
+        InputError: the network has no Keras equivalent, or Keras is not installed.
     """
     model, given = _made(run), run.model
     with quietly():
@@ -59,7 +59,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 def _keras() -> Any:
-    """Import Keras on the backend that the user has chosen, else on torch; a file is the same for all."""
+    """Import Keras on the backend that the user has chosen, else on torch; files are the same for all backends."""
     if importlib.util.find_spec("keras") is None:
         raise InputError("--format keras needs keras: pip install keras")
     os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -69,7 +69,7 @@ def _keras() -> Any:
 
 
 def _normalisation(run: "Run") -> tuple[list[float], list[float]]:
-    """Return by what a pixel is multiplied, and what is added, for each channel."""
+    """Return scale and offset of pixels for each channel."""
     recipe = run.recipe
     mean, std = (np.broadcast_to(np.array(values), recipe.channels) for values in (recipe.data.mean, recipe.data.std))
     range_of_pixels = FROM_16_BITS if bits_of(run) == 16 else 1.0
@@ -103,7 +103,7 @@ def _made(run: "Run") -> Any:
 
 
 class _Made(NamedTuple):
-    """What a network's twin returns, and its layers with weights, each with the one of torch that it stands for."""
+    """The output of a Keras equivalent, and its layers with weights, each with its torch layer."""
 
     output: Any
     pairs: list[tuple[Any, nn.Module]]
@@ -121,7 +121,7 @@ def _resnet(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
 
 
 def _layers(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
-    """Return the twins of the layers of a sequence, one after the other."""
+    """Convert the layers of a sequence in order."""
     pairs: list[tuple[Any, nn.Module]] = []
     for name, layer in net.named_modules():
         if isinstance(layer, nn.Sequential):
@@ -136,7 +136,7 @@ def _layers(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
 
 
 def _twin(keras: Any, name: str, layer: nn.Module, run: "Run") -> Any:
-    """Return the Keras layer that a layer of torch becomes."""
+    """Return the Keras equivalent of a torch layer."""
     layers = keras.layers
     if isinstance(layer, nn.Conv2d):
         assert isinstance(layer.padding, tuple) and layer.stride == (1, 1)
@@ -157,13 +157,13 @@ def _twin(keras: Any, name: str, layer: nn.Module, run: "Run") -> Any:
 
 
 def _weights(twin: Any, layer: nn.Module) -> list[torch.Tensor]:
-    """Return the weights of a layer of torch as its twin has them."""
+    """Return the weights of a torch layer in Keras's layout."""
     if isinstance(layer, nn.Conv2d):
         bias = torch.zeros(layer.out_channels) if layer.bias is None else layer.bias
         return [layer.weight.permute(2, 3, 1, 0), bias]
     if isinstance(layer, nn.BatchNorm2d):
         assert layer.running_mean is not None and layer.running_var is not None
-        # Variance and epsilon are only ever used as their sum.
+        # Only the sum of variance and epsilon matters.
         return [layer.weight, layer.bias, layer.running_mean, layer.running_var + (layer.eps - twin.epsilon)]
     assert isinstance(layer, nn.Linear)
     weight, bias = layer.weight.T, layer.bias

@@ -1,4 +1,4 @@
-"""Export a run, and keep the file only if it answers as the run does, on the run's own test images.
+"""Export a run, and keep the file only if it agrees with the run on the run's test images.
 
 Shape letters: N images, H height, W width, C channels, K classes.
 """
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from flatout.inference.export.formats import Predict
     from flatout.inference.run import Run
 
-# The formats, and how the name of a file ends.
+# The formats and their file suffixes.
 FORMATS: dict[str, tuple[str, ...]] = {
     "onnx": (".onnx",),
     "exported": (".pt2",),
     "keras": (".keras", ".weights.h5"),
 }
 PRECISIONS = ("fp32", "fp16", "int8")
-# Training images by which the ranges of numbers are chosen for int8, and how many share a range before the mean.
+# Training images for the calibration of int8, and images per batch of it.
 CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
-# The least share of equal labels of an export that computes as its run does.
+# The minimum share of equal labels of a valid export.
 MIN_EQUAL = 0.9999
-# Of more test images, so many are compared, spread evenly.
+# Maximum number of compared test images, spread evenly.
 MAX_IMAGES = 10_000
-# Images that are compared at another size too. Some pixels are rounded to the neighbouring level there, so answers
-# count as equal whose probabilities differ by no more than this.
+# Images that are also compared at another size. Some pixels are rounded to the neighbouring level there, so labels
+# count as equal if probabilities differ by no more than this.
 RESIZED_IMAGES, RESIZED_TOLERANCE = 32, 0.02
 # Numbers of a regression are equal up to this share of the standard deviation of the labels; and at another size.
 NUMBER_TOLERANCE, RESIZED_NUMBER_TOLERANCE = 1e-3, 0.1
@@ -52,16 +52,16 @@ class Exported:
 
     Attributes:
         out: the file.
-        format, precision: as they were asked for.
+        format, precision: those requested.
         bytes: its size.
         split: the images that were compared: test, valid or all.
-        images: how many.
-        equal_labels: the share with equal labels; of numbers, those within `NUMBER_TOLERANCE`.
+        images: the number of images.
+        equal_labels: the share with equal labels, or with numbers within `NUMBER_TOLERANCE`.
         largest_difference: of a probability, or of a number.
-        resized_images, resized_equal_labels: likewise at another size, up to `RESIZED_TOLERANCE`; 0 and 1 where the
-            file takes images of one size alone.
-        metrics, run_metrics: of the task, of the file's answers and of the run's, on these images.
-        export_seconds, verify_seconds: what writing and verifying took.
+        resized_images, resized_equal_labels: likewise at another size, up to `RESIZED_TOLERANCE`; 0 and 1 if the file
+            takes images of one size only.
+        metrics, run_metrics: the task's metrics of the file and of the run on these images.
+        export_seconds, verify_seconds: the time of writing and verifying.
     """
 
     out: Path
@@ -137,7 +137,7 @@ def export(
 
 
 def _format_of(out: Path, wanted: str | None) -> str:
-    """Return the format that is wanted, or that the name of the file asks for."""
+    """Return the wanted format, or that of the file name."""
     if wanted == "torch":
         raise InputError(
             "--format torch: is no longer written; --format exported is a program for PyTorch without flatout, "
@@ -182,12 +182,12 @@ def _images(
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Return at most so many positions of `count`, spread evenly, int64."""
+    """Return at most `most` evenly spaced positions of `count`, int64."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
 def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: list[np.ndarray]) -> "Predict":
-    # What a format needs is imported with it alone.
+    # A format's packages are imported only for that format.
     if chosen == "keras":
         from flatout.inference.export.keras import write_keras
 
@@ -199,7 +199,7 @@ def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: lis
 
 @contextlib.contextmanager
 def _kept(out: Path) -> Iterator[Path]:
-    """Yield a path to write to, in a folder beside `out`; it becomes `out` where nothing is raised."""
+    """Yield a temporary path next to `out`, which is renamed to `out` if nothing is raised."""
     folder = out.absolute().parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True)
@@ -222,10 +222,10 @@ def _kept(out: Path) -> Iterator[Path]:
 def _compare(
     run: "Run", samples: Split, split: str, predict: "Predict", *, resizes: bool, console: Console
 ) -> dict[str, Any]:
-    """Return how the answers of a file compare with those of its run: fields of `Exported`, and `worst` in words.
+    """Compare a file's outputs with the run's: return fields of `Exported`, and `worst` in words.
 
     Args:
-        run: computes in 32 bits on the CPU, as `flatout predict` does.
+        run: computes in 32 bits on the CPU; see `flatout predict`.
         samples, split: labelled images of the run's size.
         predict: runs the file.
         resizes: whether the file takes images of any size.
@@ -261,7 +261,7 @@ def _compare(
 
 
 def _require_equal(found: Exported, worst: str) -> None:
-    """Raise InputError where too few answers are equal; `worst` is an image whose label differs."""
+    """Raise InputError if too few labels are equal; `worst` is an image whose label differs."""
     if found.equal_labels < MIN_EQUAL:
         differ = round((1 - found.equal_labels) * found.images)
         raise InputError(
@@ -278,7 +278,7 @@ def _require_equal(found: Exported, worst: str) -> None:
 
 
 def check_on_noise(run: "Run", predict: "Predict") -> None:
-    """Raise InputError where a file does not answer as its run does for random images of the run's size."""
+    """Raise InputError if a file and its run disagree on random images of the run's size."""
     recipe = run.recipe
     kind, shape = np.uint16 if recipe.data.bits == 16 else np.uint8, (16, *recipe.stored_sides, recipe.channels)
     images = np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
@@ -288,7 +288,7 @@ def check_on_noise(run: "Run", predict: "Predict") -> None:
 
 
 def _are_equal(run: "Run", expected: np.ndarray, found: np.ndarray, number_tolerance: float) -> np.ndarray:
-    """Return whether the labels of two sets of answers [N, K] are equal, bool [N]."""
+    """Whether the labels of two sets of outputs [N, K] are equal, bool [N]."""
     if run.task.name == "regression":
         return np.abs(found - expected)[:, 0] <= number_tolerance * run.task.label_std
     one, other = (run.task.decided(run.task.predicted_from(answers)) for answers in (expected, found))
@@ -296,7 +296,7 @@ def _are_equal(run: "Run", expected: np.ndarray, found: np.ndarray, number_toler
 
 
 def _resized(run: "Run", images: np.ndarray, predict: "Predict") -> np.ndarray:
-    """Return whether labels are equal for larger images of another shape, bool [N], resized by the run or the file."""
+    """Whether labels are equal for larger images of another shape, bool [N], resized by the run or the file."""
     large = images.repeat(3, axis=1).repeat(2, axis=2)[:, 1:]
     recipe = run.recipe
     shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize}

@@ -1,1 +1,1 @@
-"""Weights of other frameworks: a reader for each format, and which layer of a file is which of a model."""
+"""Weights of other frameworks: readers of formats, and the matching of a file's layers with a model's."""

@@ -24,7 +24,7 @@ from flatout.models.pretrained import fit
 from flatout.models.weights import save_tensors
 from flatout.utils.errors import InputError, first_line
 
-# Of logits, the largest difference over the largest absolute value.
+# Maximum difference of logits, relative to the largest absolute value.
 TOLERANCE = 1e-4
 _MAX_SIDE = 1024
 _MAX_MAPPING_BYTES = 16 << 20
@@ -58,7 +58,7 @@ def convert(
         mapping: a TOML or JSON file, `"layer of the model" = "layer of the file"`.
         check: an `.npz` file with `images`, [N, C, H, W] or [N, H, W, C] as the model receives them, and `logits`
             [N, K] of the source framework.
-        epsilon: of the file's batch normalisation, if its framework's default is not right.
+        epsilon: that of the file's batch normalisation, if it is not its framework's default.
 
     Raises:
         InputError: the file cannot be read or does not fit, or logits differ by more than TOLERANCE. Nothing is
@@ -116,7 +116,7 @@ def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
 
 
 def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", shape: Shape) -> Shape:
-    """Complete the user's shape by that of the file's description and of the arrays to check."""
+    """Complete the user's shape from the file's description and the arrays to check."""
     classes, size, channels = shape
     if source.image:
         height, width, count = source.image
@@ -130,7 +130,7 @@ def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", s
 def _build_for(
     source: SourceCheckpoint, name: str, known: Shape, mapping: Mapping[str, str] | None
 ) -> tuple[nn.Module, Recipe]:
-    """Build a model for a file: unknown values follow from how its layers match those of a model of the usual shape."""
+    """Build a model for a file: unknown values are inferred by matching its layers with a model of the usual shape."""
     usual = default_shape(name)
     classes, size, channels = known.classes or usual[0], known.size or usual[1], known.channels or usual[2]
     tried = classes, size, channels
@@ -162,16 +162,16 @@ def _build_for(
 
 
 def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Module, Recipe]:
-    # One output is that of two classes.
+    # One output means two classes.
     loss: Any = "binary-cross-entropy" if outputs == 1 else "cross-entropy"
     recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, loss=loss)
     return build_model(recipe, 2 if outputs == 1 else outputs, allow_code=True), recipe
 
 
 def _infer_size(model: nn.Module, size: Size, maps: int, inputs: int) -> Size:
-    """Infer the size of square images whose flattened feature maps have so many values: the usual, or the least.
+    """Infer the size of square images from the length of flattened feature maps: the usual, or the smallest.
 
-    `maps` is the number of feature maps. Sizes of equal feature maps have equal weights.
+    `maps` is the number of feature maps. Sizes with equal feature maps have equal weights.
     """
     if not isinstance(model, Net) or inputs % maps:
         return size
@@ -242,7 +242,7 @@ class _ExpectedLogits(NamedTuple):
         return cls(path, images.astype(np.float32), logits.astype(np.float64))
 
     def shape(self, channels: int | None) -> Shape:
-        """Infer the shape of the model; channels are last where only that is possible."""
+        """Infer the shape of the model; channels are last only if there is no other possibility."""
         first, *_, last = self.images.shape[1:]
         is_last = last == channels if channels and first != channels else first > 4 >= last
         height, width, count = self.images.shape[1:] if is_last else (*self.images.shape[2:], first)

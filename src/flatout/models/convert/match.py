@@ -1,4 +1,4 @@
-"""Which layer of a file belongs to which layer of a model, and its tensors as the model has them.
+"""Match the layers of a file with those of a model, and convert their tensors to its layout.
 
 Shape letters: N images, C channels, H height, W width.
 """
@@ -27,8 +27,8 @@ _ROLES = {
     **dict.fromkeys(("running_mean", "moving_mean", "_mean", "w_1"), "running_mean"),
     **dict.fromkeys(("running_var", "moving_variance", "moving_var", "_variance", "w_2"), "running_var"),
 }
-# Added to the variance by batch normalisation, where a file does not have it: the defaults of the frameworks, and of
-# Keras's own ResNets, which have names of their own.
+# Epsilon of batch normalisation, if a file lacks it: the defaults of the frameworks, and of Keras's own ResNets, which
+# have special names.
 _EPSILON = {"keras": 1e-3, "paddle": 1e-5, "torch": 1e-5}
 _KERAS_RESNET_NORM, _KERAS_RESNET_EPSILON = re.compile(r"conv\d_(block\d+_\d_)?bn$"), 1.001e-5
 
@@ -72,7 +72,7 @@ def layers_of(source: SourceCheckpoint, epsilon: float | None = None) -> list[La
 
 
 def to_torch_layout(source: SourceCheckpoint, kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """Lay out the weight of a linear layer or a convolution as torch does."""
+    """Convert the weight of a linear layer or a convolution to torch's layout."""
     if kind == "linear" and source.framework != "torch":
         return weight.t()
     if kind == "conv" and source.framework == "keras":
@@ -98,7 +98,7 @@ def _last(name: str) -> str:
 class Trace(NamedTuple):
     """The layers of a model by name.
 
-    layers: those with weights, in the order in which an image meets them; the kind of each.
+    layers: those with weights, in forward order; the kind of each.
     flattened: linear layer -> (C, H, W) of the feature map whose flattened values it takes.
     norms: convolution -> the batch normalisation that takes its output.
     """
@@ -109,9 +109,9 @@ class Trace(NamedTuple):
 
 
 def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
-    """Run a model on one black image, in evaluation; its state does not change.
+    """Run a model on one black image in evaluation mode, without changing its state.
 
-    Of a model that fails, only the order of registration is known.
+    If the model fails, the order is that of registration.
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in model.state_dict())
     registered: dict[str, Kind] = {name: _kind_of(model.get_submodule(name)) for name in owners}
@@ -123,7 +123,7 @@ def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
     try:
         with keep_modes(model), torch.no_grad(), watch:
             model.eval()(torch.zeros(1, channels, height, width, device=device))
-    except Exception:  # the model may be anyone's; whoever uses it reports the error
+    except Exception:  # a user's model may raise anything; its later use reports the error
         watch = _Watch(names)
     finally:
         for handle in handles:
@@ -149,7 +149,7 @@ class _Watch(TorchFunctionMode):
         self._names = names
         self._shapes: dict[int, tuple[int, int, int]] = {}
         self._convs: dict[int, str] = {}
-        self._kept: list[torch.Tensor] = []  # so that no id is given twice
+        self._kept: list[torch.Tensor] = []  # so that ids stay unique
         self.order: dict[str, None] = {}
         self.flattened: dict[str, tuple[int, int, int]] = {}
         self.norms: dict[str, str] = {}
@@ -217,13 +217,13 @@ _PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "c
 
 
 def is_resnet(model: nn.Module) -> bool:
-    """Whether a model has the layers of timm's ResNet, with a plain stem."""
+    """Whether a model has timm's ResNet layers with a plain stem."""
     names = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
     return names <= dict(model.named_children()).keys() and isinstance(model.get_submodule("conv1"), nn.Conv2d)
 
 
 def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
-    """Whether a model halves images in other layers than Keras's ResNet whose layers have these names."""
+    """Whether a model has its strides in other layers than Keras's ResNet with these names."""
     if not is_resnet(model) or not _are_keras_resnet(names):
         return False
     first = model.get_submodule("layer2.0.conv1")
@@ -235,7 +235,7 @@ def _are_keras_resnet(names: Collection[str]) -> bool:
 
 
 def _keras_order(names: Iterable[str]) -> list[str]:
-    """Sort layers of a ResNet as Keras makes them: the shortcut before the last convolution."""
+    """Sort layers of a ResNet in Keras's order of creation: the shortcut before the last convolution."""
     ordered: list[str] = []
     for name in names:
         block, _, part = name.partition(".downsample.")
@@ -304,9 +304,9 @@ def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, 
 
 
 class Candidate(NamedTuple):
-    """The tensors of a file by the names of a model's state dict; those that fit nowhere keep their own names.
+    """The tensors of a file by the names of a model's state dict; unmatched ones keep their own names.
 
-    how: the way in which the layers were found.
+    how: the method of the matching.
     pairs: the model's layer -> the file's, by name.
     """
 
@@ -328,7 +328,7 @@ def candidates(
 
     Args:
         model: only names, types and shapes of its layers are used.
-        heads: the layers whose weights the file may lack, or have in another number.
+        heads: the layers that may be missing in the file, or have another number of outputs.
         mapping: the model's layer or tensor -> the file's; these pairs are certain.
         epsilon: of the file's batch normalisation, if it differs from that of the file and its framework.
 
@@ -357,7 +357,7 @@ def candidates(
         named = {own: layer for layer in free if (own := namer(layer.name)) in trace.layers}
         if len(named) == len(free):
             yield adapter.candidate("by the names of EfficientNet's layers", named, [])
-    # Without its scopes, whose number differs: `model.net.conv1`.
+    # Without scopes, whose number differs: `model.net.conv1`.
     by_name = {own: layer for layer in free if (own := _own_name(layer.name, trace)) and own not in fixed}
     if by_name or fixed:
         rest = [layer for layer in free if layer.name not in {paired.name for paired in by_name.values()}]
@@ -385,7 +385,7 @@ def _own_name(name: str, trace: Trace) -> str | None:
 
 
 def _pair_head(heads: Collection[str], pairs: Pairs, rest: list[Layer], fixed: Collection[str] = ()) -> list[Layer]:
-    """Add the only linear layer that is left to the pairs, as the head; return the layers that remain."""
+    """Pair the only remaining linear layer with the head; return the layers that remain."""
     linear = [layer for layer in rest if layer.kind == "linear"]
     if len(linear) == len(heads) == 1 and not {*heads} & {*pairs, *fixed}:
         pairs[next(iter(heads))] = linear[0]
@@ -427,7 +427,7 @@ def _unknown(target: str, wanted: str, what: str, name: str, layers: Collection[
 
 
 def _in_order(free: list[Layer], fixed: Pairs, trace: Trace, heads: Collection[str]) -> tuple[Pairs, list[Layer]]:
-    """Pair the layers of each kind in their order; return also the file's layers that are left."""
+    """Pair the layers of each kind in order; also return the file's remaining layers."""
     pairs: Pairs = {}
     rest: list[Layer] = []
     for kind in ("conv", "norm", "linear", "other"):
@@ -443,7 +443,7 @@ def _in_order(free: list[Layer], fixed: Pairs, trace: Trace, heads: Collection[s
 
 
 def _by_shape(free: list[Layer], fixed: Pairs, trace: Trace, model: nn.Module) -> tuple[Pairs, list[Layer]]:
-    """Pair each layer with the first of the file's that has its shape; return also those that are left."""
+    """Pair each layer with the file's first of its shape; also return the remaining ones."""
     pairs: Pairs = {}
     rest = list(free)
     for name, kind in trace.layers.items():
@@ -475,13 +475,13 @@ def _as_convolution(module: nn.Module, weight: torch.Tensor, is_channels_last: b
 
 
 class _Adapter:
-    """Lays tensors out as a model needs them."""
+    """Converts tensors to a model's layout."""
 
     def __init__(self, source: SourceCheckpoint, model: nn.Module, trace: Trace) -> None:
         self._source, self._model, self._trace = source, model, trace
 
     def candidate(self, how: str, pairs: Pairs, rest: list[Layer]) -> Candidate:
-        """Lay out the tensors of pairs of layers; those of the rest keep their own names."""
+        """Convert the tensors of pairs of layers; the rest keep their own names."""
         tensors: dict[str, torch.Tensor] = {}
         for own, layer in pairs.items():
             found = self._tensors(own, layer)
@@ -522,11 +522,11 @@ class _Adapter:
                 tensors.setdefault(role, torch.full_like(like, value))
         shift = layer.epsilon - float(getattr(module, "eps", layer.epsilon))
         if "running_var" in tensors and shift:
-            # Variance and epsilon are only ever used as their sum.
+            # Only the sum of variance and epsilon matters.
             tensors["running_var"] = (tensors["running_var"].double() + shift).float()
 
     def _fold_bias(self, own: str, layer: Layer, tensors: dict[str, torch.Tensor]) -> None:
-        """Subtract the bias of a convolution from the mean of the norm after it where the model's has no bias."""
+        """Subtract a convolution's bias from the mean of the following norm if the model's convolution has no bias."""
         bias, mean = f"{own}.bias", f"{self._trace.norms.get(own)}.running_mean"
         has_none = getattr(self._model.get_submodule(own), "bias", None) is None
         if layer.kind != "conv" or not has_none or bias not in tensors or mean not in tensors:

@@ -1,7 +1,7 @@
 """Readers of weights in the formats of torch, Paddle and Keras; TensorFlow's is `tensorflow`.
 
-Nothing read here can execute code: torch files are read with `weights_only=True`, pickles of Paddle may name NumPy's
-constructors alone, and layers of Keras are never built from their description, so Lambda layers are never run.
+Nothing read here can execute code: torch files are read with `weights_only=True`, Paddle's pickles may only refer to
+NumPy's constructors, and Keras layers are never built from their description, so Lambda layers are never run.
 """
 
 import io
@@ -31,7 +31,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 # The start of torch's files that are not zip files: a pickle of this number.
 _TORCH_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-# Programs save the weights of a model under one of these keys, next to other things.
+# Common keys of a model's weights in larger checkpoints.
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params")
 
 
@@ -40,11 +40,11 @@ class SourceCheckpoint:
     """The weights of a file.
 
     Attributes:
-        framework: whose layout they have; keras stands for TensorFlow, too.
-        tensors: by name, `layer.kernel`, in the order of the layers as far as the file has one.
-        epsilons: of batch normalisation, by the name of the layer, where the file has them.
+        framework: determines the layout; keras includes TensorFlow.
+        tensors: by name, `layer.kernel`, in the order of the layers if the file has one.
+        epsilons: of batch normalisation, by the name of the layer, if the file has them.
         channels_first: whether images were [C, H, W], which Keras can be set to; kernels have the same layout.
-        image: height, width and channels of the images, where the file has them.
+        image: height, width and channels of the images, if the file has them.
     """
 
     framework: Literal["torch", "paddle", "keras"]
@@ -55,7 +55,7 @@ class SourceCheckpoint:
 
     @property
     def is_channels_last(self) -> bool:
-        """Whether a flattened feature map has its channels last."""
+        """Whether flattened feature maps are channels-last."""
         return self.framework == "keras" and not self.channels_first
 
 
@@ -66,7 +66,7 @@ def find_file(path: Path) -> Path:
     """Find a file of weights: the path itself, a file in a folder, or the `.index` of a checkpoint's prefix.
 
     Raises:
-        InputError: there is none; the message names the path as the value of --weights.
+        InputError: there is none; the message contains the path as the value of --weights.
     """
     if path.is_file():
         data = path.name.partition(".data-")
@@ -86,7 +86,7 @@ def _newest_checkpoint(folder: Path) -> Path:
     if state.is_file():
         lines = state.read_text(encoding="utf-8", errors="replace")[:100_000].splitlines()
         named = [line.partition(":")[2].strip(' "') for line in lines if line.startswith("model_checkpoint_path")]
-        # The folder in it may be one of another machine.
+        # Its folder may be that of another machine.
         found = [folder / f"{Path(name).name}.index" for name in named] or found
     if len(found) == 1 and found[0].is_file():
         return found[0]
@@ -147,7 +147,7 @@ def _unnested(content: Any) -> Any:
 
 
 def _check_bytes(path: Path, tensors: Mapping[str, torch.Tensor], size: int) -> None:
-    """Refuse tensors that claim more numbers than the file has, as strides of 0 make them out of one number."""
+    """Refuse tensors with more numbers than the file has, as possible with strides of 0."""
     if sum(t.numel() * t.element_size() for t in tensors.values()) > 2 * size + 1024:
         raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")
 
@@ -162,7 +162,7 @@ def _to_tensor(array: np.ndarray) -> torch.Tensor:
 
 # ---- torch and Lightning ---------------------------------------------------------------------------------------------
 
-# Frequent among the settings that Lightning keeps next to the weights, which are not needed: nothing is made of them.
+# Frequent in the settings that Lightning saves with the weights: they are not needed, and nothing is built.
 _IGNORED = (
     *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
     "argparse.Namespace",
@@ -185,7 +185,7 @@ def _read_torch(path: Path) -> SourceCheckpoint:
     except Exception as error:  # torch.load raises anything on damaged files
         is_refusal = isinstance(error, pickle.UnpicklingError | RuntimeError)
         code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)) if is_refusal else None
-        # torch's own text advises to load without the protection, so it is not passed on.
+        # torch's message recommends loading without protection, so it is not shown.
         reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
         if code:
             name = one_line(code[1] or code[0])[:120]
@@ -223,7 +223,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles arrays, text and numbers in dicts, lists and tuples."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Look up one of the constructors; everything else is refused."""
+        """Look up an allowed constructor; refuse everything else."""
         if (module_name, global_name) not in _CONSTRUCTORS:
             raise pickle.UnpicklingError(f"it holds code ({module_name}.{global_name}), which is not run")
         return super().find_class(module_name, global_name)
@@ -233,7 +233,7 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
     try:
         content = path.read_bytes()
         for opcode, argument, _ in pickletools.genops(content):
-            # Python's unpickler takes memory for all entries of the memo up to this one.
+            # Python's unpickler allocates all memo entries up to this one.
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content):
                 raise ValueError("it has a memo larger than the file")
         with warnings.catch_warnings():
@@ -272,9 +272,9 @@ def _paddle_tensor(array: np.ndarray) -> torch.Tensor:
 # `.h5` (whole models and weights), `.weights.h5`, and `.keras`: a zip file with a description and a `.weights.h5`.
 
 _KERAS_WEIGHTS, _KERAS_CONFIG = "model.weights.h5", "config.json"
-# A member of a zip file may be compressed, which weights hardly can be.
+# Members of a zip file may be compressed, but weights hardly compress.
 _MAX_RATIO = 20
-# In `.weights.h5`, the variables of a layer are numbered in the order in which it makes them.
+# In `.weights.h5`, a layer's variables are numbered in the order of creation.
 _NORM = {4: ("gamma", "beta", "moving_mean", "moving_variance"), 2: ("moving_mean", "moving_variance")}
 _NORM_OF_THREE = {True: ("gamma", "moving_mean", "moving_variance"), False: ("beta", "moving_mean", "moving_variance")}
 _SKIPPED = {"optimizer", "optimizer_weights", "seed_generator", "metrics", "top_level_model_weights"}
@@ -306,7 +306,7 @@ def _read_hdf5(path: Path, file: Path | IO[bytes], config: bytes | None) -> Sour
         raise InputError(f"{path}: files of Keras need the package h5py: pip install 'flatout[convert]'") from None
     try:
         with h5py.File(file, "r") as content:
-            # Soft and external links are not visited, so all of these are in this file.
+            # Soft and external links are not followed, so all objects are in this file.
             objects: dict[str, Any] = {}
             content.visititems(objects.__setitem__)
             text = config or content.attrs.get("model_config") or "{}"
@@ -383,7 +383,7 @@ def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[
 def _layer_name(path: str, objects: dict[str, Any]) -> str:
     parts = [part for part in path.split("/") if part not in ("layers", "_layer_checkpoint_dependencies")]
     last = (parts or ["layer"])[-1] or "layer"
-    # Recent versions of Keras write the name of the layer, too; attributes of a user's class have better ones.
+    # Recent versions of Keras write the name of the layer, too; attributes of a user's class are better names.
     if path.rpartition("/")[0].rpartition("/")[2] == "layers":
         last = str(objects[f"{path}/vars"].attrs.get("name") or last)
     return ".".join([*parts[:-1], last.replace(".", "_")])
@@ -399,7 +399,7 @@ def _is_shape(shape: Any) -> TypeGuard[list[int]]:
 
 
 class _Description:
-    """The parts of a model's description that weights need: the order of layers, epsilons, and where channels are."""
+    """The parts of a model's description needed for weights: order of layers, epsilons, channel order."""
 
     def __init__(self, config: Any) -> None:
         self.order: dict[str, int] = {}

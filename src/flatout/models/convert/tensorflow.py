@@ -1,8 +1,7 @@
 """TensorFlow's V2 checkpoints, and the variables of SavedModels, which are one.
 
-PREFIX.index is a sorted table from names to the places of tensors, in the format of LevelDB's tables, and
-PREFIX.data-00000-of-00001 has their bytes:
-https://github.com/google/leveldb/blob/main/doc/table_format.md,
+PREFIX.index is a sorted table from names to the positions of tensors, in the format of LevelDB's tables, and
+PREFIX.data-00000-of-00001 has their bytes: https://github.com/google/leveldb/blob/main/doc/table_format.md,
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/protobuf/tensor_bundle.proto.
 """
 
@@ -32,7 +31,7 @@ _OPTIMIZERS = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The place of a tensor."""
+    """The position of a tensor."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -79,11 +78,11 @@ def masked(data: bytes) -> bytes:
 
 
 def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield keys and values of a table, in their order; checksums are verified."""
+    """Yield keys and values of a table in order; checksums are verified."""
     if len(content) < _FOOTER_BYTES or content[-8:] != MAGIC:
         raise ValueError("it does not end as one")
     footer = position = len(content) - _FOOTER_BYTES
-    for _ in range(2):  # the handle of the meta index, which is not needed
+    for _ in range(2):  # skip the handle of the meta index
         _, position = varint(content, position, len(content))
     count = 0
     for _, handle in _entries(_block(content, content, position, footer)):
@@ -174,7 +173,7 @@ def _full_names(path: Path, shards: int, entries: dict[str, _Entry]) -> dict[str
 def _names(full_names: dict[str, str], entries: dict[str, _Entry]) -> dict[str, str]:
     """Map keys to names of the variables of a model, in the order of the keys.
 
-    Where layers made alike have equal names, variables are named by their places among the objects, which differ.
+    If layers have equal names, variables are named by their object paths, which are unique.
     """
     places: dict[str, str] = {}
     for key in sorted(entries, key=natural):
