@@ -33,6 +33,10 @@ def answers_of(seed: int, count: int, classes: int, scale: float = 1.0) -> tuple
 def test_the_temperature_is_that_by_which_logits_are_too_large() -> None:
     logits, labels = answers_of(0, 4000, 5, scale=2.5)
     assert calibration.fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.1)
+    # Of 20 images that are all classified correctly, a classifier is not certain.
+    certain = 30 * np.eye(2)[np.arange(20) % 2]
+    probabilities = np.exp(calibration.log_softmax(certain / calibration.fit_temperature(certain, np.arange(20) % 2)))
+    assert probabilities.max() == pytest.approx(21 / 22, abs=0.001)
     one = logits[:, 1:2] - logits[:, :1]
     both = np.concatenate([np.zeros_like(one), one], axis=1)
     two = (np.random.default_rng(1).random(4000) < 1 / (1 + np.exp(-one[:, 0] / 2.5))).astype(np.int64)
