@@ -64,14 +64,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     """Return the temperature with the least negative log-likelihood of softmax(logits / temperature).
 
-    Guo et al., On Calibration of Modern Neural Networks (arXiv 1706.04599). Of few images that are all classified
-    correctly, this would be the lowest temperature possible. A share 1 / (N + 2) of each target therefore belongs to
-    the other classes, as in Platt, Probabilistic Outputs for Support Vector Machines (1999).
+    Guo et al., On Calibration of Modern Neural Networks (arXiv 1706.04599). If all images are classified correctly,
+    there is no such temperature: the likelihood grows as it falls to 0. Then a share 1 / (N + 2) of each target belongs
+    to the other classes, as in Platt, Probabilistic Outputs for Support Vector Machines (1999).
     """
     from scipy.optimize import minimize_scalar
 
     logits, rows = both_logits(logits), np.arange(len(labels))
-    others = 1 / (len(labels) + 2) / (logits.shape[1] - 1)
+    is_separable = (logits.argmax(axis=1) == labels).all()
+    others = is_separable / (len(labels) + 2) / (logits.shape[1] - 1)
 
     def loss(log_temperature: float) -> float:
         losses_NK = -log_softmax(logits / math.exp(log_temperature))
