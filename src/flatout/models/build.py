@@ -223,14 +223,6 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
     return _create_timm(recipe, num_outputs, weights)[0]
 
 
-def timm_call(recipe: Recipe, num_outputs: int) -> str:
-    """Return the source code of the call in `create_timm`, without weights."""
-    with seeded(recipe.seed):
-        _, options = _create_timm(recipe, num_outputs, None)
-    words = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f'timm.create_model("{recipe.model.removeprefix("timm:")}"{words})'
-
-
 def _create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None") -> "tuple[nn.Module, dict[str, Any]]":
     """Create a model; return the options of the call, too: with `img_size` if the model takes one."""
     import timm

@@ -8,7 +8,6 @@ from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.augment import tta_views
 from flatout.inference.calibration import TRAINING_IMAGES
-from flatout.train import claim
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
 
@@ -139,18 +138,13 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
         # Whatever the value of `keep`, the weights are those of the evaluated head.
         stage.give(context.engine)
         log.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
-        recipe = recipe.without_fine_tuning()
-        if world.is_main:
-            claim.begin(context.run_dir, recipe, overwrite=False)
-        return replace(context, recipe=recipe, datasets={}), None
+        return replace(context.with_recipe(recipe.without_fine_tuning()), datasets={}), None
     planned, late = world.from_main(lambda: budget.plan(recipe, done))
-    if planned != recipe and world.is_main:
-        claim.begin(context.run_dir, planned, overwrite=False)
     count, per_second = planned.total_steps(context.steps_per_epoch) - done, recipe.batch_size / rates.step
     fit = f"{count:,} steps fit, {count / context.steps_per_epoch:.1f} epochs, at {per_second:,.0f} images per second"
     log.note(late or f"--minutes {seconds / 60:g}: {fit}")
     log.lap("measure")
-    return replace(context, recipe=planned), budget
+    return context.with_recipe(planned), budget
 
 
 def measure(

@@ -1,12 +1,13 @@
 """The state that the phases of a run share on one rank, and how training ended."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
+from flatout.train import claim
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
 
@@ -29,12 +30,12 @@ class TrainContext:
         world: the ranks of the run.
         log: the messages and the times of the run.
         pack, splits: the data, and its splits.
-        data_facts: classes and checksums of the data, for checkpoints.
         engine: the model on the devices of the run.
         stage: the head fitted before the first step, or None.
         parameters, trained_parameters: their number in the model.
         devices, device_count: the devices of all ranks, as a SPEC, and their number.
         datasets: the splits on the devices; empty if nothing is trained.
+        data_facts: classes and checksums of the data, for checkpoints.
     """
 
     request: TrainRequest
@@ -43,7 +44,6 @@ class TrainContext:
     world: "World"
     log: RunLog
     pack: "Pack"
-    data_facts: dict[str, Any]
     splits: "dict[str, Split]"
     engine: "Engine"
     stage: "HeadStage | None"
@@ -52,6 +52,7 @@ class TrainContext:
     devices: str
     device_count: int
     datasets: "Mapping[str, DeviceDataset]" = field(default_factory=dict)
+    data_facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> Options:
@@ -62,6 +63,16 @@ class TrainContext:
     def steps_per_epoch(self) -> int:
         """The steps of an epoch."""
         return steps_per_epoch(len(self.splits["train"]), self.recipe.batch_size, self.recipe.drop_last)
+
+    def with_recipe(self, recipe: Recipe) -> "TrainContext":
+        """Return the context with the main process's `recipe` of another length, and write it into the run folder.
+
+        All ranks call this.
+        """
+        recipe = self.world.broadcast_object(recipe)
+        if recipe != self.recipe and self.world.is_main:
+            claim.begin(self.run_dir, recipe, overwrite=False)
+        return replace(self, recipe=recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

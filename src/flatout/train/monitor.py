@@ -15,7 +15,6 @@ import psutil
 from flatout.config import Recipe
 from flatout.distributed.world import Flag
 from flatout.engine.recorder import requested_recorder
-from flatout.train import claim
 from flatout.train.budget import Budget
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.checkpoint import Checkpoint
@@ -41,18 +40,17 @@ class Monitor(LoopHooks):
     """Keeps the run folder and the console up to date while the loop runs.
 
     Attributes:
-        recipe: with the length that currently fits the time budget.
+        context: its recipe has the length that currently fits the time budget.
     """
 
     def __init__(
         self, context: "TrainContext", progress: Progress, budget: Budget | None, callbacks: CallbackRunner
     ) -> None:
         engine, world = context.engine, context.world
-        self.recipe = context.recipe
-        self._context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
+        self.context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
         self._engine, self._console, self._steps = engine, context.log.console, context.steps_per_epoch
         self._images_per_epoch = len(context.splits["train"])
-        self._record_every = math.ceil(self.recipe.total_steps(self._steps) / RECORDED_LOSSES)
+        self._record_every = math.ceil(self.context.recipe.total_steps(self._steps) / RECORDED_LOSSES)
         self._loss: float | None = None
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._saved_position: tuple[int, int] | None = None
@@ -64,13 +62,10 @@ class Monitor(LoopHooks):
 
     def replan(self) -> Recipe:
         """Return the recipe with the steps that still fit into the time budget, by the main process's clock."""
-        context, before = self._context, self.recipe
         assert self._budget is not None
-        planned = self._budget.replan(before, self._progress.position(self._steps))
-        self.recipe = context.world.broadcast_object(planned)
-        if self.recipe != before and context.world.is_main:
-            claim.begin(context.run_dir, self.recipe, overwrite=False)
-        return self.recipe
+        planned = self._budget.replan(self.context.recipe, self._progress.position(self._steps))
+        self.context = self.context.with_recipe(planned)
+        return self.context.recipe
 
     def flags(self) -> Flag:
         """See `LoopHooks.flags`."""
@@ -79,28 +74,30 @@ class Monitor(LoopHooks):
             # Only once: it may take some steps until all ranks know.
             self._is_requested = True
             flags |= Flag.CHECKPOINT
-        if self._context.world.is_main and self._budget and self._budget.is_due():
+        if self.context.world.is_main and self._budget and self._budget.is_due():
             flags |= Flag.REPLAN
         return flags
 
     def step(self) -> None:
         """Show the progress after a step."""
-        progress, recipe = self._progress, self.recipe
+        progress, recipe = self._progress, self.context.recipe
         loss = "" if self._loss is None else f" loss {self._loss:.4f}"
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
         images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
-        self._context.world.watch.report_step(progress.epoch, progress.step)
+        self.context.world.watch.report_step(progress.epoch, progress.step)
         if self._live:
             self._live.step(self._loss)
 
     def wants_loss(self) -> bool:
         """See `LoopHooks.wants_loss`; the same on every process."""
-        return any(every and self._progress.step % every == 0 for every in (self._record_every, self.recipe.log_every))
+        return any(
+            every and self._progress.step % every == 0 for every in (self._record_every, self.context.recipe.log_every)
+        )
 
     def loss(self, loss: float) -> None:
         """Show and record the mean loss since the last call."""
-        self._loss, progress, every = loss, self._progress, self.recipe.log_every
+        self._loss, progress, every = loss, self._progress, self.context.recipe.log_every
         if progress.step % self._record_every == 0:
             progress.step_losses.append((progress.position(self._steps), loss))
         if every and progress.step % every == 0:
@@ -108,7 +105,7 @@ class Monitor(LoopHooks):
 
     def epoch(self, *, is_best: bool) -> str:
         """Record a finished epoch, and its weights if required. Return why callbacks end the run, or ""."""
-        context, progress, recipe = self._context, self._progress, self.recipe
+        context, progress, recipe = self.context, self._progress, self.context.recipe
         if is_best and recipe.keep == "best":
             progress.best, self._good = self._engine.snapshot(weights_only=True), None
         elif not progress.best:
@@ -123,7 +120,7 @@ class Monitor(LoopHooks):
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""
-        progress, context = self._progress, self._context
+        progress, context = self._progress, self.context
         position, self._is_requested = (progress.epoch, progress.step), False
         if position == self._saved_position:
             return
@@ -132,7 +129,9 @@ class Monitor(LoopHooks):
         best = self._engine.state(progress.best) if progress.best else {}
         if context.world.is_main:
             kept = dataclasses.replace(progress, earlier_seconds=context.log.wall_seconds(progress))
-            checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=self.recipe, data=context.data_facts)
+            checkpoint = Checkpoint(
+                state=state, best=best, progress=kept, recipe=context.recipe, data=context.data_facts
+            )
             checkpoint.save(context.run_dir / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position
         self._save_seconds = self._saved_at - began
@@ -144,7 +143,7 @@ class Monitor(LoopHooks):
 
     def _is_checkpoint_due(self, least_seconds: float) -> bool:
         interval = max(least_seconds, self._save_seconds / CHECKPOINT_SHARE)
-        return self._context.world.is_main and time.perf_counter() - self._saved_at >= interval
+        return self.context.world.is_main and time.perf_counter() - self._saved_at >= interval
 
 
 class LiveFile:

@@ -166,6 +166,7 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
     from flatout.train.finish import finish
 
     with set_up(console, world, request) as context:
+        context = replace(context, data_facts=data_facts(context.pack, context.recipe))
         # Continue from a checkpoint, or begin with the fitted head
         checkpoint = restore(context)
         progress = checkpoint.progress if checkpoint else new_progress(context)
@@ -227,7 +228,6 @@ def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator
                 world=world,
                 log=log,
                 pack=pack,
-                data_facts=data_facts(pack, recipe),
                 splits=splits,
                 engine=engine,
                 stage=stage,
@@ -315,7 +315,7 @@ def run_epochs(
     if isinstance(failure, Stopped):
         folder = shlex.quote(str(context.request.fold_of or context.run_dir))
         log.console.note(f"continue with: flatout train --resume --out {folder}")
-    return replace(context, recipe=monitor.recipe), Ended(reason=reason, failure=failure)
+    return monitor.context, Ended(reason=reason, failure=failure)
 
 
 def _train_and_return_callbacks(
