@@ -294,6 +294,16 @@ def test_ranks_are_measured_together() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.usefixtures("forking")
+def test_ranks_behind_frozen_layers_are_measured_together() -> None:
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9)
+    recipe = recipe.override({"precision": "fp32", "freeze": "all-but-last-1", "augment.flip": True})
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    assert 0 < measure.seconds_per_image(model, recipe, ranks=2) < 10
+
+
 class Broken(nn.Module):
     """Fails while it is trained."""
 
