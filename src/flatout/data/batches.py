@@ -82,7 +82,8 @@ class Split:
         if isinstance(self.images, np.memmap):
             _read_rows(self.images, rows, out)
         else:
-            np.take(self.images, rows, axis=0, out=out)
+            # With the default mode, NumPy copies through a buffer: that takes three times as long.
+            np.take(self.images, rows, axis=0, out=out, mode="clip")
         if self.is_mirrored:
             out[:] = out[:, :, ::-1].copy()
         return out

@@ -9,9 +9,9 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -80,8 +80,16 @@ class Accelerator:
         return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
 
     def free_bytes(self) -> int:
-        """Return the free memory for tensors of the device."""
-        return torch.accelerator.get_memory_info(self.device)[0] if self.has_memory else available_memory()
+        """Return the free memory for tensors of the device; what torch keeps of freed tensors is free."""
+        if not self.has_memory:
+            return available_memory()
+        kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return torch.accelerator.get_memory_info(self.device)[0] + kept
+
+    def reset_peak(self) -> None:
+        """Measure the peak memory from here on."""
+        if self.has_memory:
+            torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of tensors on the device; None if that is the host's memory."""
@@ -93,14 +101,16 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def has_room_for_graph(self) -> bool:
-        """Whether a graph can keep the memory of a step while other steps run eagerly."""
+        """Whether a graph can keep the memory of a step, the peak since its reset, while other steps run eagerly."""
         held = torch.accelerator.memory_allocated(self.device)
-        reserved = torch.accelerator.memory_reserved(self.device)
-        step = torch.accelerator.max_memory_allocated(self.device) - held
-        return 2 * step <= self.free_bytes() + reserved - held
+        return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
+
+    def refusing_to_wait(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which waiting for the device raises RuntimeError, as in a capture, but without harm."""
+        return contextlib.nullcontext()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture the operations of a step without running them."""
+        """Capture the operations of a step without running them. Graphs of one accelerator share their memory."""
         raise NotImplementedError
 
 
@@ -145,6 +155,7 @@ class CUDA(Accelerator):
     """An NVIDIA GPU."""
 
     has_memory = can_capture = True
+    _pool: Any = None
 
     @property
     def name(self) -> str:
@@ -164,17 +175,36 @@ class CUDA(Accelerator):
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
         super().adapt_process(undo, precision, threads)
-        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
-        name, value = "fp32_precision", "ieee" if precision == "fp32" else "tf32"
-        for owner, setting, wanted in ((cudnn, "benchmark", True), (cudnn.conv, name, value), (products, name, value)):
-            undo.callback(setattr, owner, setting, getattr(owner, setting))
-            setattr(owner, setting, wanted)
+        cudnn, has_tf32 = torch.backends.cudnn, precision != "fp32"
+        for setting, wanted in (("benchmark", True), ("allow_tf32", has_tf32)):
+            undo.callback(setattr, cudnn, setting, getattr(cudnn, setting))
+            setattr(cudnn, setting, wanted)
+        # Not `fp32_precision`, after which torch's compiler cannot read this setting.
+        undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
+        self.reset_peak()
+
+    @contextlib.contextmanager
+    def refusing_to_wait(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # The prefetching thread may allocate pinned memory during capture, so only this thread's calls are checked.
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            step()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # The prefetching thread may allocate pinned memory during capture, so only this thread's calls are checked.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        except BaseException:
+            # Up to torch 2.11 the generator stays in the state of a capture, and every later dropout raises an error.
+            generator = torch.cuda.default_generators[stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return graph
 
 

@@ -39,6 +39,7 @@ class BatchNorm:
         is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
         micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
+        normalised_others: whether it has asked for those of something other than its batch.
 
     These numbers are constants of a captured step: batches with other numbers run eagerly, on all ranks.
     """
@@ -47,7 +48,7 @@ class BatchNorm:
         self.world, self.on_host = world, on_host
         self.batch_size = self.count = self.total = self.micro_batch = 0
         self.is_padded = False
-        self.was_used = False
+        self.was_used = self.normalised_others = False
 
     def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
         """Prepare for a forward pass."""
@@ -76,6 +77,7 @@ class BatchNorm:
                 "device together; leave micro_batch out"
             )
         world, is_batch, channels = self.world, x.shape[0] == self.batch_size, x.shape[1]
+        self.normalised_others |= training and not is_batch
         is_plain = not (is_batch and self.is_padded)
         count = self.count if is_batch else x.shape[0]
         total = count

@@ -1,13 +1,14 @@
 """The placement of a split for the torch engine, and the transfer of its batches to the device.
 
-Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
+Shape letters: N samples of the split, B samples of this rank in a batch, S steps, K outputs.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice, tee
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # The key of the evaluation view of a split's images.
 NOT_AUGMENTED = -1
+# Steps whose inputs are copied to the device at once.
+TABLE_STEPS = 64
 # The largest evaluation batch. It is independent of the ranks, so predictions are bitwise independent of them.
 EVALUATION_BATCH = 256
 
@@ -36,53 +39,118 @@ class DeviceBatch:
 
     Attributes:
         batch: the share, on the host.
-        samples: int64 [B], positions in the split.
-        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
         total: samples of all ranks without padding.
         is_padded: whether any rank has padding.
-        total_weight: [], the sum of their weights, by which the loss is divided.
-        images: [B, ...] if they are streamed from the host.
+        samples: int64 [B], positions in the split.
+        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
+        total_weight: float32 [1], the sum of the weights of all ranks, by which the loss is divided.
         partners: int64 [B], the samples that these are mixed with; None without mixing.
+        images: [B, ...] if they are streamed from the host.
         partner_images: see `images`.
     """
 
     batch: Batch
-    samples: torch.Tensor
-    weights: torch.Tensor
     total: int
     is_padded: bool
+    samples: torch.Tensor
+    weights: torch.Tensor
     total_weight: torch.Tensor
-    images: torch.Tensor | None = None
     partners: torch.Tensor | None = None
+    images: torch.Tensor | None = None
     partner_images: torch.Tensor | None = None
-
-    @property
-    def constants(self) -> tuple[int, int, int]:
-        """The Python numbers of the batch, which become constants of a captured step."""
-        return len(self.batch.samples), self.batch.count, self.total
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    def clone(self) -> "DeviceBatch":
-        """Return a deep copy."""
-        return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
-
-    def copy_(self, other: "DeviceBatch") -> None:
-        """Overwrite the tensors with those of a batch of the same constants."""
-        for name, tensor in self._tensors().items():
-            tensor.copy_(getattr(other, name))
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":
         """Return one of `count` micro-batches."""
         if count == 1:
             return self
         chosen = part(len(self.batch.samples), number, count)
-        return replace(
-            self,
-            batch=self.batch.part(number, count),
-            **{name: value[chosen] for name, value in self._tensors().items() if value.ndim},
+        split = ("samples", "weights", "partners", "images", "partner_images")
+        tensors = {name: value for name in split if (value := getattr(self, name)) is not None}
+        batch = self.batch.part(number, count)
+        return replace(self, batch=batch, **{name: tensor[chosen] for name, tensor in tensors.items()})
+
+
+class StepTable:
+    """The inputs of the next steps on the device, and a counter there of the steps taken.
+
+    A step finds its row by the counter, so it needs nothing from the host: a recorded step is only replayed.
+
+    Args:
+        columns: the first rows, [s, ...] by name; see `DeviceBatch`.
+    """
+
+    def __init__(self, columns: dict[str, np.ndarray], accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        rows = {name: torch.from_numpy(values[:1]) for name, values in columns.items()}
+        self._columns = {name: row.repeat(TABLE_STEPS, 1).to(accelerator.device) for name, row in rows.items()}
+        self._next = torch.zeros(1, dtype=torch.int64, device=accelerator.device)
+
+    def fill(self, columns: dict[str, np.ndarray]) -> None:
+        """Overwrite the first rows, in place, and take the first of them next."""
+        for name, rows in columns.items():
+            self._columns[name][: len(rows)].copy_(self._accelerator.put(rows))
+        self._next.zero_()
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Return the row of the next step."""
+        return {name: rows.index_select(0, self._next)[0] for name, rows in self._columns.items()}
+
+    def advance(self) -> None:
+        """Take the following row next."""
+        self._next += 1
+
+
+@dataclass(kw_only=True, eq=False)
+class Step:
+    """A training step as the host knows it; its tensors are read on the device when it runs.
+
+    Attributes:
+        batch, total, is_padded: see `DeviceBatch`.
+        table: has the row of the step.
+        rows: new rows of the table, of which this step's is the first; None if it has the row already.
+        images, partner_images: see `DeviceBatch`.
+    """
+
+    batch: Batch
+    total: int
+    is_padded: bool
+    table: StepTable
+    rows: dict[str, np.ndarray] | None
+    images: torch.Tensor | None = None
+    partner_images: torch.Tensor | None = None
+
+    @property
+    def constants(self) -> tuple[int, int, int]:
+        """The Python numbers of the step, which become constants of a captured one."""
+        return len(self.batch.samples), self.batch.count, self.total
+
+    def read(self) -> DeviceBatch:
+        """Return the tensors of the step that is next."""
+        return DeviceBatch(
+            batch=self.batch,
+            total=self.total,
+            is_padded=self.is_padded,
+            images=self.images,
+            partner_images=self.partner_images,
+            **self.table.read(),
         )
+
+    def with_own_images(self) -> "Step":
+        """Return the step with a copy of the streamed images."""
+        own = {name: value.clone() for name, value in self._images().items()}
+        return replace(self, **own)
+
+    def copy_images(self, other: "Step") -> None:
+        """Overwrite the streamed images with those of another step."""
+        for name, images in self._images().items():
+            images.copy_(getattr(other, name))
+
+    def _images(self) -> dict[str, torch.Tensor]:
+        found = {"images": self.images, "partner_images": self.partner_images}
+        return {name: images for name, images in found.items() if images is not None}
+
+
+Streamed = TypeVar("Streamed", DeviceBatch, Step)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,8 +187,8 @@ class DeviceImages:
         """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(self, batches: Iterable[DeviceBatch], accelerator: Accelerator) -> Iterator[DeviceBatch]:
-        """Add prefetched images to batches; if they are on the device, batches are unchanged."""
+    def stream(self, batches: "Iterable[Streamed]", accelerator: Accelerator) -> "Iterator[Streamed]":
+        """Add prefetched images to batches or steps; if they are on the device, these are unchanged."""
         if self.images is not None:
             yield from batches
             return
@@ -132,8 +200,8 @@ class DeviceImages:
             self.samples.read(positions, images.numpy())
             return images
 
-        def read(inputs: DeviceBatch) -> tuple[DeviceBatch, torch.Tensor, torch.Tensor | None]:
-            samples, partners = inputs.batch.samples, None if inputs.partners is None else self.partners
+        def read(inputs: Streamed) -> tuple[Streamed, torch.Tensor, torch.Tensor | None]:
+            samples, partners = inputs.batch.samples, self.partners if isinstance(inputs, Step) else None
             return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
 
         for inputs, images, partners in prefetch(read, batches):
@@ -161,6 +229,8 @@ class TorchDataset:
 
     def __init__(self, engine: "TorchEngine", images: DeviceImages) -> None:
         self._engine, self._images = engine, images
+        # By samples of this rank in a batch.
+        self._tables: dict[int, StepTable] = {}
         self.samples = images.samples
         self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
         # The network's input by view of the images.
@@ -192,9 +262,9 @@ class TorchDataset:
 
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
+                rows = images.transforms_of(inputs.samples)
+                normalised = engine.input.normalised(images.images_of(inputs), rows)
                 with torch.no_grad(), engine.setup.autocast():
-                    rows = images.transforms_of(inputs.samples)
-                    normalised = engine.input.normalised(images.images_of(inputs), rows)
                     yield engine.prefix(normalised, len(images.samples))
 
         wanted = engine.recipe.data.placement
@@ -275,33 +345,51 @@ class TorchDataset:
             assert chosen.images is not None
             self.source.images.copy_(chosen.images)
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[DeviceBatch]:
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Step]:
         world, source = self._engine.world, self.source
+        batches, again = tee(batches)
+        steps = self._steps(batches, source.partners)
         if source.images is None:
-            batches = read_ahead(source.samples, batches, world.local_rank, world.local_size)
-        inputs = (self._inputs(batch, batch.part(world.rank, world.size), source.partners) for batch in batches)
-        return source.stream(inputs, self._engine.setup.accelerator)
+            read = read_ahead(source.samples, again, world.local_rank, world.local_size)
+            steps = (step for _, step in zip(read, steps, strict=True))
+        return source.stream(steps, self._engine.setup.accelerator)
 
-    def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> DeviceBatch:
-        put, weights, share_weights = self._engine.setup.accelerator.put, whole.weights, share.weights
-        if self._weights is not None:
-            weights, share_weights = (b.weights * self._weights[b.samples] for b in (whole, share))
-        return DeviceBatch(
-            batch=share,
-            samples=put(share.samples),
-            weights=put(share_weights),
-            total=whole.count,
-            is_padded=whole.count < len(whole.samples),
-            total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
-            partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
-        )
+    def _steps(self, batches: Iterable[Batch], partners: np.ndarray | None) -> Iterator[Step]:
+        """Yield the steps on batches, all of one size."""
+        world, batches = self._engine.world, iter(batches)
+        while chunk := list(islice(batches, TABLE_STEPS)):
+            shares = [batch.part(world.rank, world.size) for batch in chunk]
+            samples = np.stack([share.samples for share in shares])
+            columns = {
+                "samples": samples,
+                "weights": np.stack([self._weights_of(share) for share in shares]),
+                "total_weight": np.stack([self._weights_of(batch).sum(keepdims=True) for batch in chunk]),
+            }
+            if partners is not None:
+                columns["partners"] = partners[samples].astype(np.int64)
+            size = samples.shape[1]
+            if size not in self._tables:
+                self._tables[size] = StepTable(columns, self._engine.setup.accelerator)
+            for batch, share in zip(chunk, shares, strict=True):
+                yield Step(
+                    batch=share,
+                    total=batch.count,
+                    is_padded=batch.count < len(batch.samples),
+                    table=self._tables[size],
+                    rows=columns if batch is chunk[0] else None,
+                )
 
-    def train_step(self, inputs: DeviceBatch, learning_rate: float, seed: int) -> None:
+    def _weights_of(self, batch: Batch) -> np.ndarray:
+        return batch.weights if self._weights is None else batch.weights * self._weights[batch.samples]
+
+    def train_step(self, inputs: Step, learning_rate: float, seed: int) -> None:
         engine, source = self._engine, self.source
         if engine.recorder:
             samples = inputs.batch.samples[: inputs.batch.count]
-            rows = source.transforms_of(inputs.samples[: len(samples)])
+            rows = source.transforms_of(engine.setup.accelerator.put(samples))
             engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
+        if inputs.rows:
+            inputs.table.fill(inputs.rows)
         engine.train_step(source, inputs, learning_rate, seed)
 
     @torch.no_grad()
@@ -384,7 +472,18 @@ class TorchDataset:
         own = batches[world.rank :: world.size]
         if equally_many and len(own) < -(-len(batches) // world.size):
             own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        inputs = (self._inputs(batch, batch) for batch in own)
+        put = self._engine.setup.accelerator.put
+        inputs = (
+            DeviceBatch(
+                batch=batch,
+                total=batch.count,
+                is_padded=batch.count < len(batch.samples),
+                samples=put(batch.samples),
+                weights=put(batch.weights),
+                total_weight=put(batch.weights.sum(keepdims=True)),
+            )
+            for batch in own
+        )
         for one in source.stream(inputs, self._engine.setup.accelerator):
             world.control.check_stop()
             yield one
