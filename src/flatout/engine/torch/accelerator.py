@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,10 +71,6 @@ class Accelerator:
         if not self.is_host:
             torch.get_device_module(self.device).manual_seed(seed)
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty host tensor, pinned if that makes copies to the device asynchronous."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.has_memory)
-
     def put(self, array: np.ndarray) -> torch.Tensor:
         """Copy a small array to the device asynchronously."""
         tensor = torch.from_numpy(array)
@@ -105,6 +102,10 @@ class Accelerator:
         held = torch.accelerator.memory_allocated(self.device)
         return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
 
+    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+        """Return a function that provides an empty host buffer of a shape, the last `count` of which are in use."""
+        return lambda shape, dtype: HostBuffer(torch.empty(shape, dtype=dtype), self.device)
+
     def refusing_to_wait(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which waiting for the device raises RuntimeError, as in a capture, but without harm."""
         return contextlib.nullcontext()
@@ -112,6 +113,52 @@ class Accelerator:
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture the operations of a step without running them. Graphs of one accelerator share their memory."""
         raise NotImplementedError
+
+
+class HostBuffer:
+    """Memory of the host from which tensors are copied to a device.
+
+    Attributes:
+        tensor: the memory, to be filled.
+    """
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.tensor, self._device = tensor, device
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """Provide a copy on the device for the work that is queued inside the block."""
+        yield self.tensor.to(self._device)
+
+
+class PinnedBuffer(HostBuffer):
+    """Pinned memory and its copy on a GPU, made on a stream of copies beside the steps.
+
+    Without `wait`, the host would run ahead of a slow GPU, and pin more and more memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        super().__init__(tensor, stream.device)
+        self._stream, self._copied, self._used = stream, torch.cuda.Event(), torch.cuda.Event()
+        self._copy: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait until the last copy has ended, so that the memory can be filled again."""
+        self._copied.synchronize()
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[torch.Tensor]:
+        compute = torch.cuda.current_stream()
+        if self._copy is None:
+            self._copy = torch.empty_like(self.tensor, device=self._device)
+            self._used.record(compute)  # by tensors that had this memory before
+        self._stream.wait_event(self._used)
+        with torch.cuda.stream(self._stream):
+            self._copy.copy_(self.tensor, non_blocking=True)
+        self._copied.record(self._stream)
+        compute.wait_event(self._copied)
+        yield self._copy
+        self._used.record(compute)
 
 
 class CPU(Accelerator):
@@ -183,6 +230,20 @@ class CUDA(Accelerator):
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
         self.reset_peak()
+
+    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+        """See `Accelerator`. The buffers are pinned and used in turn."""
+        stream, ring = torch.cuda.Stream(self.device), deque["PinnedBuffer"](maxlen=count)
+
+        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> "PinnedBuffer":
+            if len(ring) < count:
+                ring.append(PinnedBuffer(torch.empty(shape, dtype=dtype, pin_memory=True), stream))
+            else:
+                ring.rotate(-1)
+                ring[-1].wait()
+            return ring[-1]
+
+        return buffer
 
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:

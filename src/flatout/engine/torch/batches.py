@@ -16,7 +16,7 @@ import torch
 from flatout.data.batches import Batch, Split, block_size, evaluation_batches, part, prefetch, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
-from flatout.engine.torch.accelerator import Accelerator, allocate, placement
+from flatout.engine.torch.accelerator import Accelerator, HostBuffer, allocate, placement
 from flatout.models.features import caught
 from flatout.models.heads import FeatureNetwork, Head
 from flatout.tasks.base import Task
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # The key of the evaluation view of a split's images.
 NOT_AUGMENTED = -1
+# Batches that are read ahead from memory or disk.
+READ_AHEAD = 3
 # Steps whose inputs are copied to the device at once.
 TABLE_STEPS = 64
 # The largest evaluation batch. It is independent of the ranks, so predictions are bitwise independent of them.
@@ -187,28 +189,35 @@ class DeviceImages:
         """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(self, batches: "Iterable[Streamed]", accelerator: Accelerator) -> "Iterator[Streamed]":
-        """Add prefetched images to batches or steps; if they are on the device, these are unchanged."""
+    def stream(
+        self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool
+    ) -> Iterator[Streamed]:
+        """Add prefetched images to batches, in training also their partners; nothing if they are on the device."""
         if self.images is not None:
             yield from batches
             return
         shape = self.samples.images.shape[1:]
         dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
 
-        def images_at(positions: np.ndarray) -> torch.Tensor:
-            images = accelerator.pinned((len(positions), *shape), dtype)
-            self.samples.read(positions, images.numpy())
+        partners = self.partners if is_training else None
+        # One batch is in use while others are read. Each may have partners.
+        buffer = accelerator.buffers((READ_AHEAD + 1) * (1 + (partners is not None)))
+
+        def images_at(positions: np.ndarray) -> HostBuffer:
+            images = buffer((len(positions), *shape), dtype)
+            self.samples.read(positions, images.tensor.numpy())
             return images
 
-        def read(inputs: Streamed) -> tuple[Streamed, torch.Tensor, torch.Tensor | None]:
-            samples, partners = inputs.batch.samples, self.partners if isinstance(inputs, Step) else None
+        def read(inputs: Streamed) -> tuple[Streamed, HostBuffer, HostBuffer | None]:
+            samples = inputs.batch.samples
             return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
 
-        for inputs, images, partners in prefetch(read, batches):
-            inputs.images = images.to(accelerator.device, non_blocking=True)
-            if partners is not None:
-                inputs.partner_images = partners.to(accelerator.device, non_blocking=True)
-            yield inputs
+        for inputs, images, others in prefetch(read, batches, READ_AHEAD):
+            with contextlib.ExitStack() as stack:
+                inputs.images = stack.enter_context(images.on_device())
+                if others is not None:
+                    inputs.partner_images = stack.enter_context(others.on_device())
+                yield inputs
 
 
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
@@ -352,7 +361,7 @@ class TorchDataset:
         if source.images is None:
             read = read_ahead(source.samples, again, world.local_rank, world.local_size)
             steps = (step for _, step in zip(read, steps, strict=True))
-        return source.stream(steps, self._engine.setup.accelerator)
+        return source.stream(steps, self._engine.setup.accelerator, is_training=True)
 
     def _steps(self, batches: Iterable[Batch], partners: np.ndarray | None) -> Iterator[Step]:
         """Yield the steps on batches, all of one size."""
@@ -484,7 +493,7 @@ class TorchDataset:
             )
             for batch in own
         )
-        for one in source.stream(inputs, self._engine.setup.accelerator):
+        for one in source.stream(inputs, self._engine.setup.accelerator, is_training=False):
             world.control.check_stop()
             yield one
             world.watch.keep_alive()

@@ -118,7 +118,11 @@ class TorchEngine:
         else:
             self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
-        self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps) if recipe.ema else None
+        self._average = None
+        if recipe.ema:
+            self._average = WeightAverage(
+                self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async
+            )
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
