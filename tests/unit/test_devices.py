@@ -237,8 +237,24 @@ def test_the_first_model_chooses_between_threads_and_processes(host: Host, monke
 
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
     host(cuda=4)
-    assert chosen("auto").reason == "--devices auto: using 4xcuda"
-    assert str(chosen("auto", batch_size=17).devices) == "2xcuda"
+    assert chosen("auto", epochs=100).reason == "--devices auto: using 4xcuda"
+    assert str(chosen("auto", epochs=100, batch_size=17).devices) == "2xcuda"
+
+
+def test_auto_takes_one_gpu_for_a_short_job(host: Host) -> None:
+    host(cuda=4)
+    assert chosen("auto").reason == (
+        "--devices auto: using cuda:0: the start of several takes longer than the training, about 5 s"
+    )
+
+
+@pytest.mark.parametrize(("channels", "precision"), [(8, "tf32"), (256, "bf16")])
+def test_gpus_compute_much_in_bfloat16(channels: int, precision: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1))
+    recipe = Recipe(model="test", image_size=8, channels=3, epochs=1, batch_size=8)
+    operations = 64 * 9 * channels * (3 + channels)
+    assert accelerator.precision_of_gpu(["tf32", "fp32", "bf16"], model, recipe) == (precision, operations)
+    assert accelerator.precision_of_gpu(["fp32", "bf16"], model, recipe) is None
 
 
 class Formats(nn.Module):

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from flatout.distributed.world import World
 
-# Seconds for starting several processes.
-LAUNCH_SECONDS = 4.0
+# Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
+LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
+# Assumed for a GPU: operations per second in training, three times a forward pass; and the least seconds of a step.
+GPU_OPERATIONS, GPU_STEP_SECONDS = 30e12, 5e-4
 MIN_SHARE = 8
 
 
@@ -82,10 +84,13 @@ def choose_processes(
         return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
     batch = min(recipe.batch_size, images)
     if devices.kind == "cuda" and asked > 1:
-        count = _most_ranks(devices, batch)
+        count, why = _most_ranks(devices, batch), ""
+        if count < asked:
+            why = f", which the batch of {batch} fills"
+        if not has_budget and (seconds := _seconds_on_gpu(build(), recipe, images)) < GPU_LAUNCH_SECONDS:
+            count, why = 1, f": the start of several takes longer than the training, about {seconds:.0f} s"
         chosen = Devices(kind="cuda", indices=devices.indices[:count])
-        reason = f"--devices auto: using {chosen}" + f", which the batch of {batch} fills" * (count < asked)
-        return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
+        return Processes(devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: using {chosen}{why}")
     if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
         return Processes(devices=devices, threads=threads)
     from flatout.engine.torch.measure import seconds_per_image
@@ -102,6 +107,15 @@ def choose_processes(
         return Processes(devices=devices, threads=1, reason=reason)
     reason = f"--devices auto: using 1 process with {threads} threads{about}"
     return Processes(devices=devices, threads=threads, reason=reason)
+
+
+def _seconds_on_gpu(model: "nn.Module", recipe: Recipe, images: int) -> float:
+    """Return a rough estimate of the training time on one GPU."""
+    from flatout.engine.torch.accelerator import multiply_adds
+
+    operations = 3 * 2 * multiply_adds(model, recipe.image_sides, recipe.channels) * images * recipe.epochs
+    steps = images / recipe.batch_size * recipe.epochs
+    return max(operations / GPU_OPERATIONS, steps * GPU_STEP_SECONDS)
 
 
 def kept_devices(before: str, engine: str) -> tuple[str, str]:

@@ -10,9 +10,9 @@ import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ import torch
 from flatout.distributed.environment import wanted_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, physical_cores, processor_flags
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.config import Recipe
 
 # Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -298,6 +303,8 @@ PRECISIONS = {
 }
 # bfloat16 is chosen if it makes a step faster by at least this factor.
 BF16_WORTH = 1.2
+# From this number of multiply-adds per image on, a GPU computes in bfloat16.
+BF16_OPERATIONS = 10_000_000
 
 Place = Literal["device", "memory", "disk"]
 
@@ -348,6 +355,29 @@ def choose_precision(accelerator: Accelerator, wanted: str) -> str:
             "use --set precision=auto"
         )
     return available[0] if wanted == "auto" else wanted
+
+
+def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe") -> tuple[str, int] | None:
+    """Return the number format for a model on a GPU with TF32, and the model's multiply-adds per image.
+
+    None for other devices. Nothing is measured, which would take seconds: bfloat16 is faster if there is much to
+    compute, and only adds conversions to small networks, whose kernels take as long as their launches.
+    """
+    if formats[0] != "tf32" or "bf16" not in formats:
+        return None
+    operations = multiply_adds(model, recipe.image_sides, recipe.channels)
+    return "bf16" if operations >= BF16_OPERATIONS else "tf32", operations
+
+
+def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: int) -> int:
+    """Return the multiply-adds of convolutions and matrix products for one image, on the host."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    was_training = model.training
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, channels, *image_sides))
+    model.train(was_training)
+    return counter.get_total_flops() // 2
 
 
 def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[object]:

@@ -189,9 +189,7 @@ class DeviceImages:
         """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(
-        self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool
-    ) -> Iterator[Streamed]:
+    def stream(self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool) -> Iterator[Streamed]:
         """Add prefetched images to batches, in training also their partners; nothing if they are on the device."""
         if self.images is not None:
             yield from batches

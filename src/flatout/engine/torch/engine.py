@@ -120,9 +120,7 @@ class TorchEngine:
         self._update = optim.plain_step(self._optimizer)
         self._average = None
         if recipe.ema:
-            self._average = WeightAverage(
-                self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async
-            )
+            self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)

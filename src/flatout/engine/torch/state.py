@@ -197,9 +197,10 @@ class WeightAverage:
                 average.copy_(value)
         averages, values = zip(*((a, v) for a, v in pairs if v.is_floating_point()), strict=True)
         if self._is_async:
-            changes = torch._foreach_sub(values, averages)
-            torch._foreach_mul_(changes, share)
-            torch._foreach_add_(averages, changes)
+            # torch.optim's own way to a few large operations; `_foreach_lerp_` would need the share on the host.
+            changes = torch._foreach_sub(values, averages)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(changes, share)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(averages, changes)  # pyright: ignore[reportPrivateImportUsage]
         else:
             for average, value in zip(averages, values, strict=True):
                 average.lerp_(value, share.to(value.dtype))
