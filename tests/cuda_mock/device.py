@@ -1,0 +1,93 @@
+"""The mock from Python: its counters, and processes that run with it.
+
+A process must preload the mock before it starts, so scenarios are functions that `run` calls in a process of their own.
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.cuda_mock.build import ROOT, build
+
+# A scenario that takes longer hangs.
+SECONDS = 300
+
+
+def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
+    """Return the environment of a process that runs with the mock.
+
+    Args:
+        gpus: devices that it has.
+        lazy: whether work waits until the host synchronises, as behind a slow GPU.
+    """
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"LD_PRELOAD": str(build()), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **own, **({"MOCK_LAZY": "1"} if lazy else {})}
+
+
+def run(module: str, name: str, *args: Any, ranks: int = 1, lazy: bool = False) -> Any:
+    """Return what a function of a module returns, called in a process that runs with the mock.
+
+    Args:
+        module: one whose last line calls `answer`.
+        name: of the function.
+        args: its arguments, and its result, as JSON holds them.
+        ranks: processes that call it, each with a device of its own; the result is then a list.
+    """
+    command = [sys.executable, "-W", "error::UserWarning", "-m", module, name, json.dumps(args)]
+    shared = environment(gpus=ranks, lazy=lazy)
+    processes = [
+        subprocess.Popen(command, env={**shared, **_place(rank, ranks)}, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+        for rank in range(ranks)
+    ]
+    answers = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=SECONDS)
+            if process.returncode:
+                raise AssertionError(f"{name}{args} failed with the mock:\n{errors[-4000:]}")
+            answers.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return answers if ranks > 1 else answers[0]
+
+
+def _place(rank: int, ranks: int) -> dict[str, str]:
+    return {"MOCK_RANK": str(rank), "MOCK_RANKS": str(ranks)}
+
+
+def answer(module: dict[str, Any]) -> None:
+    """Call the function that the command line names, and print what it returns."""
+    name, args = sys.argv[1:]
+    print(json.dumps(module[name](*json.loads(args))), flush=True)
+    # Nothing is tidied up: a rank may have ended whose communicators another would wait for.
+    os._exit(0)
+
+
+def preloaded() -> ctypes.CDLL:
+    """Return the mock of this process."""
+    library = ctypes.CDLL(None)
+    library.mock_counters.restype = ctypes.c_char_p
+    return library
+
+
+def counters() -> Counter[str]:
+    """Return how often each kind of call was made, and the bytes of memory that are allocated now."""
+    return Counter(json.loads(preloaded().mock_counters()))
+
+
+def reset_counters() -> None:
+    """Count from 0 again."""
+    preloaded().mock_reset_counters()
+
+
+def trace(path: Path | None) -> None:
+    """Write each operation to a file from now on; None ends that."""
+    preloaded().mock_trace(str(path or "").encode())
