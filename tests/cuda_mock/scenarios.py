@@ -11,9 +11,8 @@ from flatout.config import Recipe
 from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.models.build import build_model
 from tests.cuda_mock import device
-from tests.engine.test_tape import CASES, CLASSES, job_net, job_recipe, net_recipe, norm_net, plain_net
+from tests.engine.test_tape import job_net, job_recipe
 
 
 def train(net: nn.Module, recipe: Recipe, steps: int = 6) -> dict[str, Any]:

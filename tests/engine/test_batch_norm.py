@@ -195,7 +195,7 @@ def normalised_on_rank(world: World, *, on_host: bool) -> list[list[torch.Tensor
         real = min(own.stop, count) - own.start
         grads = grads[own].clone()
         grads[real:] = 0
-        batch_norm = BatchNorm(world, on_host=on_host)
+        batch_norm = BatchNorm(world, on_host=on_host, has_kernels=not on_host)
         batch_norm.begin(len(inputs), real, count, is_padded=padding > 0)
         with ReplacedFunctions({functional.batch_norm: batch_norm}), pytest.MonkeyPatch.context() as patch:
             for name, kernel in vars(GPUKernels).items():

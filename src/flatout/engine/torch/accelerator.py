@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import tempfile
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from flatout.data.batches import EVALUATION_BATCH
 from flatout.distributed.environment import wanted_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, physical_cores, processor_flags
@@ -39,12 +41,15 @@ class Accelerator:
         is_async: operations are queued, and reading a result synchronises.
         has_memory: it has its own memory, with asynchronous copies from pinned host memory.
         can_capture: steps can be captured as a graph.
+        has_batch_norm: torch has the kernels of its SyncBatchNorm.
         wide_float: the type for long sums.
+        evaluation_batch: the largest batch of an evaluation.
     """
 
-    is_host = has_memory = can_capture = False
+    is_host = has_memory = can_capture = has_batch_norm = False
     is_async = True
     wide_float = torch.float64
+    evaluation_batch = EVALUATION_BATCH
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,10 +81,14 @@ class Accelerator:
         if not self.is_host:
             torch.get_device_module(self.device).manual_seed(seed)
 
+    def pinned(self, array: np.ndarray) -> torch.Tensor:
+        """Return a small array as a tensor of the host, from which it can be copied to the device asynchronously."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.has_memory else tensor
+
     def put(self, array: np.ndarray) -> torch.Tensor:
         """Copy a small array to the device asynchronously."""
-        tensor = torch.from_numpy(array)
-        return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
+        return self.pinned(array).to(self.device, non_blocking=self.has_memory)
 
     def free_bytes(self) -> int:
         """Return the free memory for tensors of the device; what torch keeps of freed tensors is free."""
@@ -206,7 +215,9 @@ class MPS(Accelerator):
 class CUDA(Accelerator):
     """An NVIDIA GPU."""
 
-    has_memory = can_capture = True
+    has_memory = can_capture = has_batch_norm = True
+    # Smaller ones take as long as the launches of their kernels.
+    evaluation_batch = 2048
     _pool: Any = None
 
     @property
@@ -253,7 +264,9 @@ class CUDA(Accelerator):
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ class BatchNorm:
     Args:
         world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
         on_host: whether on a CPU, where torch's kernel is fast only for some numbers of channels.
+        has_kernels: whether torch has the kernels of its SyncBatchNorm for the device.
 
     Attributes:
         batch_size: samples of this rank in the batch, padding included.
@@ -44,8 +45,8 @@ class BatchNorm:
     These numbers are constants of a captured step: batches with other numbers run eagerly, on all ranks.
     """
 
-    def __init__(self, world: World = ALONE, *, on_host: bool = True) -> None:
-        self.world, self.on_host = world, on_host
+    def __init__(self, world: World = ALONE, *, on_host: bool = True, has_kernels: bool = False) -> None:
+        self.world, self.on_host, self.has_kernels = world, on_host, has_kernels
         self.batch_size = self.count = self.total = self.micro_batch = 0
         self.is_padded = False
         self.was_used = self.normalised_others = False
@@ -90,7 +91,7 @@ class BatchNorm:
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
         if not training or (is_plain and is_fast and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        if is_plain and not self.on_host:
+        if is_plain and self.has_kernels:
             statistics = (running_mean, running_var, momentum)
             return _NormaliseOnGPU.apply(x, weight, bias, eps, statistics, world)  # pyright: ignore[reportReturnType]
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from flatout.data.batches import Batch, Split, block_size, evaluation_batches, part, prefetch, read_ahead
+from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, part, prefetch, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer, allocate, placement
@@ -31,8 +31,6 @@ NOT_AUGMENTED = -1
 READ_AHEAD = 3
 # Steps whose inputs are copied to the device at once.
 TABLE_STEPS = 64
-# The largest evaluation batch. It is independent of the ranks, so predictions are bitwise independent of them.
-EVALUATION_BATCH = 256
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,7 +88,7 @@ class StepTable:
     def fill(self, columns: dict[str, np.ndarray]) -> None:
         """Overwrite the first rows, in place, and take the first of them next."""
         for name, rows in columns.items():
-            self._columns[name][: len(rows)].copy_(self._accelerator.put(rows))
+            self._columns[name][: len(rows)].copy_(self._accelerator.pinned(rows), non_blocking=True)
         self._next.zero_()
 
     def read(self) -> dict[str, torch.Tensor]:
@@ -236,6 +234,8 @@ class TorchDataset:
 
     def __init__(self, engine: "TorchEngine", images: DeviceImages) -> None:
         self._engine, self._images = engine, images
+        recipe, count, block = engine.recipe, len(images.samples), block_size(engine.recipe, images.samples)
+        self._transforms_of = Ahead(lambda epoch: augment.epoch_transforms(recipe, epoch, count, block) or {})
         # By samples of this rank in a batch.
         self._tables: dict[int, StepTable] = {}
         self.samples = images.samples
@@ -314,8 +314,7 @@ class TorchDataset:
         """See `DeviceDataset.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
-        block = block_size(engine.recipe, self.samples)
-        transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples), block) or {}
+        transforms = self._transforms_of(epoch)
         if engine.cut is None:
             size = augment.training_size(engine.recipe, epoch)
             if self.source.size not in (None, size):
@@ -475,7 +474,9 @@ class TorchDataset:
             equally_many: whether every rank gets the same number of batches, with empty ones at the end.
         """
         world, count = self._engine.world, len(source.samples)
-        batches = list(evaluation_batches(count, min(EVALUATION_BATCH, self._engine.recipe.batch_size)))
+        # It is independent of the ranks, so predictions are bitwise independent of them.
+        largest = self._engine.setup.accelerator.evaluation_batch
+        batches = list(evaluation_batches(count, min(largest, self._engine.recipe.batch_size)))
         own = batches[world.rank :: world.size]
         if equally_many and len(own) < -(-len(batches) // world.size):
             own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))

@@ -107,7 +107,8 @@ class TorchEngine:
         self.model = self._distribute(model)
         set_train_mode(self.model, self.recipe.norm)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._batch_norm = BatchNorm(world if recipe.norm == "global" else ALONE, on_host=accelerator.is_host)
+        normalised = world if recipe.norm == "global" else ALONE
+        self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
         self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
