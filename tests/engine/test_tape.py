@@ -18,6 +18,7 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import RankLost
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator, HostSynchronisation
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
@@ -167,10 +168,16 @@ def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
-@pytest.mark.parametrize("reason", ["capture fails", "too little memory"])
+@pytest.mark.parametrize("reason", ["capture fails", "a collective fails", "too little memory"])
 def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+        except RuntimeError as error:
+            if reason == "a collective fails":
+                raise RankLost("rank 0 lost touch with the others") from error
+            # As the end of a capture does.
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
     monkeypatch.setattr(FakeAccelerator, "capture", fail)
     if reason == "too little memory":
@@ -181,7 +188,7 @@ def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.Monk
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     (note,) = notes
     assert note.startswith("the step runs without a CUDA graph: ")
-    assert note.endswith("capturing" if reason == "capture fails" else "beside eager steps")
+    assert note.endswith("beside eager steps" if reason == "too little memory" else "capturing")
 
 
 # --- planted defects --------------------------------------------------------------------------------------------------
