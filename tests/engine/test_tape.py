@@ -149,6 +149,34 @@ def test_the_device_that_is_faked_computes_what_the_cpu_does() -> None:
         torch.testing.assert_close(state[f"model.{name}"], value, rtol=1e-4, atol=1e-5)
 
 
+def evaluated(recipe: Recipe, *, record: bool, world: World | None = None) -> tuple[list[dict[str, float]], int]:
+    """Train with a validation split; return the metrics of the epochs, and how many graphs were recorded."""
+    accelerator, world = FakeAccelerator(), world or World()
+    with pytest.MonkeyPatch.context() as patch:
+        if not record:
+            patch.setattr(TorchEngine, "is_captured", False)
+        engine = TorchEngine(norm_net(), recipe, world=world, accelerator=accelerator)
+        splits = {"train": make_samples(COUNT, classes=CLASSES), "valid": make_samples(COUNT + 7, classes=CLASSES)}
+        progress = Progress()
+        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        run_loop(engine, world, recipe, placed, progress, SILENT)
+        engine.close()
+    return [record.metrics for record in progress.history], accelerator.recorded
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"ema": 0.9}, {"data.placement": "disk"}], ids=["plain", "averaged", "streamed"]
+)
+def test_recorded_evaluations(changes: dict[str, Any]) -> None:
+    recipe = net_recipe(**changes)
+    found, recorded = evaluated(recipe, record=True)
+    expected, without = evaluated(recipe, record=False)
+    # Each of full batches and of the padded one.
+    assert (recorded, without) == (2 * GRAPHS, GRAPHS)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
     recipe = net_recipe(**{"optimizer.name": "momentum"})
     states = []
@@ -269,6 +297,11 @@ def compare_on_ranks(world: World) -> dict[str, list[str]]:
     # As if NCCL added the gradients: gloo works on the same tensors.
     world.backend = "nccl"
     found = {"sgd": differences(net_recipe(), norm_net, world=world)}
+    own, (expected, _) = (
+        evaluated(net_recipe(), record=True, world=world),
+        evaluated(net_recipe(), record=False, world=world),
+    )
+    found["evaluation"] = [] if own[0] == [pytest.approx(metrics, rel=1e-6) for metrics in expected] else ["metrics"]
     if world.size == 2:
         found["per-device"] = differences(net_recipe(norm="per-device"), norm_net, world=world)
         found["dropout, adam"] = differences(net_recipe(**{"optimizer.name": "adam"}), plain_net, world=world)

@@ -16,6 +16,8 @@ from flatout.utils.random import Stream, block_permutation, permutation, uniform
 if TYPE_CHECKING:
     import torch
 
+# The key of the view of a split's images that evaluations see.
+NOT_AUGMENTED = -1
 Transforms = dict[str, np.ndarray]
 # The first draw is unused (formerly mirroring); it remains so that seeds keep their results.
 _, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)

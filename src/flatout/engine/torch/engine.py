@@ -26,7 +26,8 @@ from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
 from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, TorchDataset, place
+from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
+from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import (
     COPIES_OF_WEIGHTS,
     BucketedAllReduce,
@@ -175,6 +176,11 @@ class TorchEngine:
             SUMS + len(self.world.control.outgoing),
             is_async=self.setup.accelerator.is_async,
         )
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are captured as graphs, or will be."""
+        return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
         sentences = [self.setup.describe()]
