@@ -4,6 +4,7 @@ import copy
 import json
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -233,6 +234,18 @@ def test_the_first_model_chooses_between_threads_and_processes(host: Host, monke
     recipe = Recipe(model="fast-cnn-16", image_size=28, channels=1, epochs=1, batch_size=64)
     assert [speeds.training(recipe, 10) for _ in range(2)] == [pytest.approx(4 / 3e-3)] * 2
     assert asked == [1, 4, 4]
+
+
+def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        said = "The NVIDIA driver on your system is too old (found version 11040). (Triggered internally at x.cpp:1.)"
+        warnings.warn(f"CUDA initialization: {said}", UserWarning, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for spec in ("auto", "cuda", "cpu"):
+        with pytest.raises(InputError, match=r"cannot use the GPU: The NVIDIA driver .* is too old \(.*\)\.?; to train"):
+            parse_devices(spec)
 
 
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
