@@ -220,6 +220,17 @@ def test_auto_measures_threads_and_processes(
     assert processes.reason == f"--devices auto: {reason}"
 
 
+@pytest.mark.parametrize(("seconds", "spec"), [(60.0, "cpu"), (600.0, "4xcpu")])
+def test_the_start_of_processes_takes_its_share_of_the_minutes(
+    seconds: float, spec: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(cores=4)
+    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, *, ranks=1: {1: 1e-3, 4: 3.8e-3}[ranks])
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=10, batch_size=64)
+    found = factory.choose_processes("auto", recipe, 100, nn.Identity, seconds=seconds)
+    assert str(found.devices) == spec
+
+
 def test_the_first_model_chooses_between_threads_and_processes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host(cores=4)
     seconds, asked = {1: 1e-3, 4: 3e-3}, list[int]()
@@ -244,7 +255,9 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     for spec in ("auto", "cuda", "cpu"):
-        with pytest.raises(InputError, match=r"cannot use the GPU: The NVIDIA driver .* is too old \(.*\)\.?; to train"):
+        with pytest.raises(
+            InputError, match=r"cannot use the GPU: The NVIDIA driver .* is too old \(.*\)\.?; to train"
+        ):
             parse_devices(spec)
 
 
