@@ -245,7 +245,6 @@ class CUDA(Accelerator):
         # Not `fp32_precision`, after which torch's compiler cannot read this setting.
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
-        self.reset_peak()
 
     def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
         """See `Accelerator`. The buffers are pinned and used in turn."""

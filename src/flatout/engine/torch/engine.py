@@ -95,6 +95,7 @@ class TorchEngine:
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
             self._build(model, capture=capture, cache_prefix=cache_prefix, head=head)
