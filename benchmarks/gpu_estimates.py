@@ -1,15 +1,14 @@
-"""How well `flatout plan --gpu` predicts published speeds: fit the efficiencies of kernels, and measure the error on other networks and GPUs.
+"""How well `flatout plan --gpu` predicts published speeds: the efficiencies of kernels, and the errors elsewhere.
 
     python benchmarks/gpu_estimates.py --data FOLDER [--fit] [--traces FILE]
 
-FOLDER has the benchmark tables of timm (https://github.com/huggingface/pytorch-image-models, folder `results/`), named
+FOLDER has benchmark tables of timm (https://github.com/huggingface/pytorch-image-models, folder `results/`), named
 `benchmark-{train,infer}-amp-{nhwc,nchw}-pt*-GPU.csv`. Networks are divided by a hash of their name: the efficiencies in
-`flatout.analysis.gpu` come from one half, the errors printed here from the other. The tables of a GPU are also predicted with efficiencies
-that were fitted without it. `--fit` needs scipy, and prints what to copy.
+`flatout.analysis.gpu` come from one half, the errors from the other. `--fit`, which needs scipy, computes the
+efficiencies, and also predicts each GPU with those that were fitted without it.
 
-Two things differ between the tables and flatout and are computed as the tables did: torch 1.12, of the training table, had no fused
-attention; and cuDNN converts images that are not in channels-last order (nchw) for every convolution. The error of training with fused attention is
-printed too.
+Two things are computed as the tables did, unlike flatout: torch 1.12, of the training table, had no fused attention;
+and cuDNN converts images in nchw order for each convolution. The error of training with fused attention is printed too.
 """
 
 import argparse
@@ -27,12 +26,12 @@ import torch
 from torch.nn import functional
 
 from flatout.analysis.gpu import CHIPS, FITTED, Efficiencies, call_seconds, columns
-from flatout.analysis.gpu_trace import Call, Trace, trace, update
+from flatout.analysis.gpu_trace import Call, Trace, trace
 from flatout.models.build import quiet
 
 NAMES = [field.name for field in dataclasses.fields(Efficiencies)]
-# Efficiencies that GeForce cards do not show are not fitted: `feed` is that of large products of cuBLAS on A100 and H100, `issue` that of the
-# rows of `DATA_CENTER`.
+# Not fitted, since all GeForce cards are alike in them: `feed` is that of large products of cuBLAS on A100 and H100,
+# `issue` that of the rows of `DATA_CENTER`.
 FIXED = ("feed", "issue")
 # Batches that the training table tried, until one fitted.
 TRIED = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
@@ -60,8 +59,8 @@ START = Efficiencies(
 )
 # The weight of a factor of e in an efficiency, against that of a row's error by a factor of e.
 RIDGE = 0.3
-# Model, size, batch, GPU, whether it is trained, and images/s in mixed precision, by NVIDIA with the PyTorch of 2020 and 2021, decoding included:
-# https://github.com/NVIDIA/DeepLearningExamples, folder PyTorch/Classification/ConvNets, a README.md for each network.
+# Model, size, batch, GPU, whether it is trained, and images/s in mixed precision with PyTorch of 2020 and 2021,
+# decoding included: https://github.com/NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/*/README.md.
 DATA_CENTER = (
     ("resnet50", 224, 256, "a100-80", True, 2470),
     ("resnet50", 224, 256, "v100", True, 1200),
@@ -148,7 +147,7 @@ FIELDS = [field.name for field in dataclasses.fields(Call)]
 def traced(model: str, batch: int, size: int, train: bool, fused: bool) -> dict[str, Any]:
     """Return the trace of a network as JSON; empty if it cannot be made or traced."""
     import timm
-    from timm.layers import set_fused_attn
+    from timm.layers.config import set_fused_attn
 
     set_fused_attn(fused)
     try:
@@ -157,13 +156,13 @@ def traced(model: str, batch: int, size: int, train: bool, fused: bool) -> dict[
                 network = timm.create_model(model, img_size=size)
             except TypeError:
                 network = timm.create_model(model)
-            channels = network.pretrained_cfg["input_size"][0]
+            config: Any = network.pretrained_cfg
             labels = torch.empty(batch, dtype=torch.long)
 
             def loss(logits: Any) -> torch.Tensor:
                 return functional.cross_entropy(logits[0] if isinstance(logits, tuple) else logits, labels)
 
-            found = trace(network, (batch, channels, size, size), loss, train=train)
+            found = trace(network, (batch, config["input_size"][0], size, size), loss, train=train)
     except Exception as error:  # a network may raise anything
         print(f"{model}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
         return {}

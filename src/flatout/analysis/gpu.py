@@ -1,13 +1,13 @@
 """Estimates of a step on a GPU that is not there: a roofline for each operation, with measured efficiencies.
 
-The operations and the memory come from a trace (`gpu_trace`), the rates from data sheets, and the share of these rates that kernels reach from published
-benchmarks; `benchmarks/gpu_estimates.py` fits them and measures the error.
+Operations and memory come from a trace (`gpu_trace`), rates from data sheets, and the share of these rates that kernels
+reach from published benchmarks, to which `benchmarks/gpu_estimates.py` fits it.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -62,10 +62,12 @@ _GA102 = _NVIDIA + "content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper
 _ADA = _PAPERS + "Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _BLACKWELL = _PAPERS + "Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 _CENTER = _NVIDIA + "en-us/data-center/"
+_WORKSTATION = _NVIDIA + "en-us/products/workstations/professional-desktop-gpus/"
 _GEFORCE = _NVIDIA + "en-us/geforce/graphics-cards/"
 
-# Where a sheet has figures with sparsity alone, half of them. GeForce cards compute at half rate with 32-bit sums. The sizes of caches and numbers
-# of multiprocessors are in the white paper of the architecture.
+# Rates that a sheet gives with sparsity alone are halved. GeForce cards compute at half rate with 32-bit sums. A clock
+# that a sheet lacks is that of the peak: operations per second / (multiprocessors x operations per clock). Caches and
+# multiprocessors of data center cards are in the white papers of their architectures.
 CHIPS = {
     "h100": Chip(989.4, 494.7, 66.9, 3352, 80, 50, 132, 1.83, _HOPPER),
     "h100-pcie": Chip(756, 378, 51.2, 2039, 80, 50, 114, 1.62, _HOPPER),
@@ -84,17 +86,7 @@ CHIPS = {
     "v100-16": Chip(125, 0, 15.7, 900, 16, 6, 80, 1.53, _CENTER + "v100/"),
     "rtx-a6000": Chip(154.8, 77.4, 38.7, 768, 48, 6, 84, 1.8, _GA102),
     "rtx-6000-ada": Chip(364.2, 182.1, 91.1, 960, 48, 96, 142, 2.505, _ADA),
-    "rtx-pro-6000": Chip(
-        503.8,
-        251.9,
-        125,
-        1792,
-        96,
-        128,
-        188,
-        2.617,
-        _NVIDIA + "en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/",
-    ),
+    "rtx-pro-6000": Chip(503.8, 251.9, 125, 1792, 96, 128, 188, 2.617, _WORKSTATION + "rtx-pro-6000/"),
     "rtx3060": Chip(25.5, 12.7, 12.7, 360, 12, 3, 28, 1.777, _GEFORCE + "30-series/rtx-3060-3060ti/"),
     "rtx3060ti": Chip(32.4, 16.2, 16.2, 448, 8, 4, 38, 1.665, _GEFORCE + "30-series/rtx-3060-3060ti/"),
     "rtx3070": Chip(40.6, 20.3, 20.3, 448, 8, 4, 46, 1.725, _GA102),
@@ -113,10 +105,11 @@ CHIPS = {
     "rtx5080": Chip(112.6, 56.3, 56.3, 960, 16, 64, 84, 2.617, _BLACKWELL),
     "rtx5090": Chip(209.5, 104.8, 104.8, 1792, 32, 96, 170, 2.407, _BLACKWELL),
 }
-# Names that mean one of several memories or forms.
+# Other names, and the form that a name means if there are several.
 ALIASES = {"a100": "a100-80", "v100-32": "v100", "h100-sxm": "h100", "a6000": "rtx-a6000"}
 
-# Of 288 published training batches on 24 GiB, those estimated at up to 22 GiB of tensors fit, and those above do not.
+# The rest of the memory is CUDA's context, and gaps between the blocks of the allocator. Of 518 networks trained on an
+# RTX 3090 with the largest batch that fitted, 511 fit by these numbers, and 347 of 392 do not with the next larger one.
 CONTEXT_BYTES, USABLE_SHARE = 0.7 * 2**30, 0.945
 # Copies from pinned memory over PCIe 3.0 x16, in bytes per second: the least of these cards' hosts.
 HOST_BYTES_PER_SECOND = 12e9
@@ -130,17 +123,16 @@ class Efficiencies:
         depth, width: a product of [m, k] and [k, n] reaches k / (k + depth) n / (n + width) m / (m + width) of the
             tensor cores' peak.
         weight_gradient, grouped, grouped_gradient, odd: further factors of convolutions: gradients of weights; groups;
-            gradients in groups that cuDNN has no kernels for; channels that are no multiple of 8.
+            gradients in groups that cuDNN has no fast kernels for; channels that are no multiple of 8.
         attention: of the tensor cores' peak.
-        feed: operations per multiprocessor and clock at which tensor cores reach half of their peak, since they wait for
-            operands: the faster they are, the more.
-        depthwise, depthwise_gradients: operations of each lane of a multiprocessor in a clock, for the forward pass and
-            each gradient.
-        products, stream, reduction, move: of the memory's bandwidth, for convolutions and matrix products, for elementwise
-            operations and norms, for sums, softmax and pooling, and for copies in another order.
+        feed: operations per multiprocessor and clock at which tensor cores reach half of their peak, as they wait for
+            operands.
+        depthwise, depthwise_gradients: of the peak of the CUDA cores, for the forward pass and each gradient.
+        products, stream, reduction, move: of the memory's bandwidth: convolutions and matrix products; elementwise
+            operations and norms; sums, softmax and pooling; copies in another order.
         issue: bytes per multiprocessor and clock at which half of the bandwidth is reached.
         cached: an operation whose largest tensor is at most this share of L2 moves half of its bytes through memory.
-        gap: seconds from one kernel to the next, at least.
+        gap: seconds between two kernels.
     """
 
     depth: float
@@ -184,7 +176,7 @@ FITTED = Efficiencies(
 
 _FIELDS = ("flops", "bytes", "largest", "batch", "m", "n", "k", "half")
 _CONVOLUTIONS = ("conv", "conv-dgrad", "conv-wgrad")
-_STREAMS = {"reduction": "reduction", "pool": "reduction", "move": "move"}
+_BANDWIDTHS = {"reduction": "reduction", "pool": "reduction", "move": "move"}
 # cuDNN's fast kernels for gradients of grouped convolutions take these channels per group, and channels in all.
 _GROUP_WIDTHS, _GROUPED_CHANNELS = (4, 8, 16, 32), 128
 # Multiply-adds per multiprocessor and clock of the CUDA cores.
@@ -244,7 +236,7 @@ def call_seconds(
 
     bandwidth = np.full(len(calls), e.stream)
     bandwidth[is_product | is_depthwise | (kind == "attention")] = e.products
-    for name, field in _STREAMS.items():
+    for name, field in _BANDWIDTHS.items():
         bandwidth[kind == name] = getattr(e, field)
     in_cache = np.minimum(1, e.cached * chip.l2 * 2**20 / np.maximum(1, calls["largest"]))
     return arithmetic, calls["bytes"] * (1 - in_cache / 2) / (_fed(chip.bandwidth * 1e9, clocks, e.issue) * bandwidth)

@@ -111,8 +111,8 @@ def _tracer(work: Work, *, inference: bool, allow_code: bool) -> "Callable[[bool
             )
         except Exception as error:  # a network may raise anything
             raise InputError(
-                f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: {first_line(error)}); "
-                "on a machine with the GPU, plan --devices cuda measures it"
+                f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
+                f"{first_line(error)}); plan --devices cuda measures it on a machine with the GPU"
             ) from error
 
     return traced

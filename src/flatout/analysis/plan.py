@@ -432,9 +432,9 @@ def _format_gpus(result: Row) -> list[str]:
     return [
         *aligned(table),
         "",
-        f"Estimates of {what} on one GPU. On networks that the method had not seen, half of the estimates were within "
-        f"{median:.0%} of",
-        f"the measured speed, and nine of ten within {most:.0%}. Decoding, evaluation and reports are not included: docs/plan.md.",
+        f"Estimates of {what} on one GPU. On networks that the method had not seen, half of the estimates were",
+        f"within {median:.0%} of the measured speed, and nine of ten within {most:.0%}. Decoding, evaluation and",
+        "reports are not included: docs/plan.md.",
     ]
 
 

@@ -250,8 +250,8 @@ def do_scale(args: Namespace, console: Console) -> Output:
 
 @command(
     "[JOB]",
-    "--gpu --topology --devices --engine --data --images --classes --model --image-size --epochs --batch-size --inference"
-    " --price --largest-batch --out --set --json",
+    "--gpu --topology --devices --engine --data --images --classes --model --image-size --epochs --batch-size"
+    " --inference --price --largest-batch --out --set --json",
     "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
     devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
