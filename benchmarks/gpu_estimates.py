@@ -267,6 +267,8 @@ def main() -> None:
             result[name][f"{gpu} {'training' if train else 'prediction'}"] = errors(chosen, e)
     fused = [row for row in rows if row.train and row.fused and not row.is_for_fit]
     result["other_networks"]["rtx3090 training, with fused attention"] = errors(fused, e)
+    ordered = [dataclasses.replace(row, channels_last=True) for row in other if not row.channels_last]
+    result["other_networks"]["nchw tables, estimated in channels-last order as flatout computes"] = errors(ordered, e)
     result["other_networks_and_gpu"] = {}
     for gpu in sorted({row.gpu for row in rows}) if args.fit else ():
         without = fit([row for row in half if row.gpu != gpu])

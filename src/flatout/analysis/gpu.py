@@ -22,7 +22,7 @@ class Chip(NamedTuple):
     """A GPU, from its data sheet.
 
     Attributes:
-        half: dense 16-bit TFLOP/s of the tensor cores with 32-bit sums, in bfloat16 where `has_bf16`.
+        half: dense 16-bit TFLOP/s of the tensor cores with 32-bit sums, in float16 and since Ampere in bfloat16.
         tf32: the same for TF32; 0 if there is none.
         fp32: TFLOP/s outside of tensor cores.
         bandwidth: of the memory, in GB/s.
@@ -44,9 +44,9 @@ class Chip(NamedTuple):
     source: str
 
     @property
-    def has_bf16(self) -> bool:
-        """Whether tensor cores compute in bfloat16, as they do since Ampere."""
-        return self.tf32 > 0
+    def precisions(self) -> tuple[str, ...]:
+        """Its number formats of recipes, the fastest first; those of tensor cores came with Ampere."""
+        return ("bf16", "tf32", "fp32") if self.tf32 else ("fp32",)
 
     @property
     def usable_bytes(self) -> float:
@@ -135,44 +135,26 @@ class Efficiencies:
         gap: seconds between two kernels.
     """
 
-    depth: float
-    width: float
-    weight_gradient: float
-    grouped: float
-    grouped_gradient: float
-    odd: float
-    attention: float
-    feed: float
-    depthwise: float
-    depthwise_gradients: float
-    products: float
-    stream: float
-    reduction: float
-    move: float
-    issue: float
-    cached: float
-    gap: float
+    depth: float = 7.4
+    width: float = 10.2
+    weight_gradient: float = 0.627
+    grouped: float = 0.769
+    grouped_gradient: float = 0.0568
+    odd: float = 0.522
+    attention: float = 0.778
+    feed: float = 8192.0
+    depthwise: float = 0.117
+    depthwise_gradients: float = 0.025
+    products: float = 0.975
+    stream: float = 1.0
+    reduction: float = 0.977
+    move: float = 0.89
+    issue: float = 42.0
+    cached: float = 0.346
+    gap: float = 1.05e-05
 
 
-FITTED = Efficiencies(
-    depth=7.4,
-    width=10.2,
-    weight_gradient=0.627,
-    grouped=0.769,
-    grouped_gradient=0.0568,
-    odd=0.522,
-    attention=0.778,
-    feed=8192.0,
-    depthwise=0.117,
-    depthwise_gradients=0.025,
-    products=0.975,
-    stream=1.0,
-    reduction=0.977,
-    move=0.89,
-    issue=42.0,
-    cached=0.346,
-    gap=1.05e-05,
-)
+FITTED = Efficiencies()
 
 _FIELDS = ("flops", "bytes", "largest", "batch", "m", "n", "k", "half")
 _CONVOLUTIONS = ("conv", "conv-dgrad", "conv-wgrad")

@@ -39,11 +39,10 @@ def estimate_on_gpus(
     traces = _tracer(work, inference=inference, allow_code=allow_code)
     rows, refused = [], []
     for name, chip in chips.items():
-        precision = work.recipe.precision
-        if precision == "bf16" and not chip.has_bf16:
-            raise InputError(f"--gpu {name}: does not compute in bfloat16; use --set precision=fp32")
-        if precision == "auto":
-            precision = "bf16" if chip.has_bf16 else "fp32"
+        wanted = work.recipe.precision
+        precision = chip.precisions[0] if wanted == "auto" else wanted
+        if precision not in chip.precisions:
+            raise InputError(f"--gpu {name}: does not compute in {precision}; use --set precision=fp32")
         trace_of = functools.partial(traces, precision == "bf16")
         trace = trace_of(work.batch)
         guess = largest_batch(chip, trace, trace_of(2 * work.batch))
