@@ -135,22 +135,22 @@ class Efficiencies:
         gap: seconds between two kernels.
     """
 
-    depth: float = 7.4
+    depth: float = 7.42
     width: float = 10.2
     weight_gradient: float = 0.627
     grouped: float = 0.769
     grouped_gradient: float = 0.0568
-    odd: float = 0.522
+    odd: float = 0.523
     attention: float = 0.778
     feed: float = 8192.0
     depthwise: float = 0.117
     depthwise_gradients: float = 0.025
     products: float = 0.975
     stream: float = 1.0
-    reduction: float = 0.977
-    move: float = 0.89
+    reduction: float = 0.976
+    move: float = 0.891
     issue: float = 42.0
-    cached: float = 0.346
+    cached: float = 0.345
     gap: float = 1.05e-05
 
 

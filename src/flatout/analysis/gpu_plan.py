@@ -34,8 +34,13 @@ def estimate_on_gpus(
         inference: predictions instead of training.
 
     Raises:
-        InputError: the model cannot be traced, or the batch does not fit.
+        InputError: the model cannot be traced, the batch does not fit, or the job trains nothing.
     """
+    if not work.recipe.epochs:
+        raise InputError(
+            "epochs = 0: the job fits the head to features and trains nothing; --epochs N estimates training, and "
+            "--inference --epochs 1 the pass that computes the features"
+        )
     traces = _tracer(work, inference=inference, allow_code=allow_code)
     rows, refused = [], []
     for name, chip in chips.items():
