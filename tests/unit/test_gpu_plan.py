@@ -177,6 +177,15 @@ def net_file(path: Path, forward: str) -> str:
     return f"{path}:Net"
 
 
+def test_fp32_does_without_tensor_cores(tmp_path: Path) -> None:
+    options = ["--images", "99", "--classes", "10", "--batch-size", "1", "--gpu", "t4", "--json"]
+    code, printed, _ = run("digits", *options, out=tmp_path / "plan")
+    assert code == 0
+    row = json.loads(printed)["gpus"][0]
+    assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
+    assert row["largest_batch"] > 10**5
+
+
 def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path) -> None:
     model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)))")
     options = ["--model", model, "--classes", "10", "--image-size", "64", "--batch-size", "4096", "--gpu", "h100"]

@@ -225,13 +225,13 @@ def call_seconds(
 
 
 def _fed(peak: float, clocks: float, half_at: float) -> float:
-    """Return a rate that is half of its peak where this is `half_at` for each clock of a multiprocessor."""
+    """Return a rate lowered by waiting: to half of its peak if that is `half_at` per multiprocessor and clock."""
     return peak / (1 + peak / clocks / half_at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of a step, and the share of each limit: `tensor cores`, `CUDA cores`, `memory`, `launches`, `input`."""
+    """The time of a step, and the shares of it: `tensor cores`, `CUDA cores`, `memory` and `launches`."""
 
     seconds: float
     shares: Mapping[str, float]
@@ -247,7 +247,8 @@ def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> StepTime:
     calls, counts = columns(trace.calls), np.array(list(trace.calls.values()))
     arithmetic, memory = call_seconds(chip, calls, tf32=tf32)
     busy = np.hypot(arithmetic, memory) * counts
-    cores = np.char.startswith(calls["kind"], "depthwise")
+    uses_tensor_cores = (calls["half"] > 0) | (tf32 and chip.tf32 > 0)
+    cores = np.char.startswith(calls["kind"], "depthwise") | ~uses_tensor_cores
     is_limited = arithmetic > memory
     seconds = {
         "tensor cores": busy[is_limited & ~cores].sum(),

@@ -50,7 +50,7 @@ def estimate_on_gpus(
             raise InputError(f"--gpu {name}: does not compute in {precision}; use --set precision=fp32")
         trace_of = functools.partial(traces, precision == "bf16")
         trace = trace_of(work.batch)
-        guess = largest_batch(chip, trace, trace_of(2 * work.batch))
+        guess = largest_batch(chip, trace, trace_of(work.batch + max(work.batch, 256)))
         # Memory is not quite a straight line, so the line is drawn again through what was found.
         largest = largest_batch(chip, trace, trace_of(guess)) if guess not in (0, work.batch) else guess
         if trace.peak_bytes > chip.usable_bytes:
