@@ -41,7 +41,7 @@ TOP1_EXPONENT = 2.0
 MIRRORED_GAIN = 0.93
 # Candidate epochs of fine-tuning, and the factor of the error by its steps: few steps change little.
 FINE_TUNING_EPOCHS = (1, 2, 3, 4, 5, 6)
-FINE_TUNING_GAINS = ((100, 0.95), (180, 0.82), (270, 0.65), (360, 0.58), (540, 0.55))
+FINE_TUNING_GAINS = ((100, 0.95), (180, 0.83), (270, 0.70), (360, 0.62))
 # The share of the layers, the last ones, that is fine-tuned; the time of a step on them relative to the features of its
 # images; and the part of that time spent in earlier layers.
 TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
