@@ -6,7 +6,6 @@ built once for its sources and torch's version, into `build/cuda_mock`.
 
 import hashlib
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -49,7 +48,7 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = _compile(Path(folder), packages, includes)
             # Another process may have built it meanwhile; each replaces the file as a whole.
-            os.replace(made, library)
+            made.replace(library)
     return library
 
 
@@ -61,7 +60,7 @@ def _site_packages() -> Path:
 
 
 def _compile(folder: Path, packages: Path, includes: list[Path]) -> Path:
-    # Triton's wheel, on which torch depends, has the headers that those of the runtime include and that its wheel lacks.
+    # Triton's wheel, on which torch depends, has headers that the wheel of the runtime includes and lacks.
     others = packages / "triton" / "backends" / "nvidia" / "include"
     flags = ["g++", "-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-deprecated-declarations", f"-I{HERE}"]
     flags += [f"-I{include}" for include in includes] + ["-idirafter", str(others)]
@@ -70,7 +69,7 @@ def _compile(folder: Path, packages: Path, includes: list[Path]) -> Path:
         subprocess.Popen([*flags, "-c", str(HERE / name), "-o", str(made)])
         for name, made in zip(SOURCES, objects, strict=True)
     ]
-    if any([compiler.wait() for compiler in compilers]):
+    if any(list(map(subprocess.Popen.wait, compilers))):
         raise RuntimeError("the mock does not compile; see the output of g++")
     wanted = _symbols("--undefined-only", sorted((packages / "torch" / "lib").glob("*.so")))
     missing = {name for name in wanted if MOCKED.match(name)} - _symbols("--defined-only", objects)

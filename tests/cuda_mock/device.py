@@ -12,7 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from flatout.distributed.world import serve_store
 from tests.cuda_mock.build import ROOT, build
+
+HOST = "127.0.0.1"
 
 # A scenario that takes longer hangs.
 SECONDS = 300
@@ -41,10 +44,15 @@ def run(module: str, name: str, *args: Any, ranks: int = 1, lazy: bool = False) 
     """
     command = [sys.executable, "-W", "error::UserWarning", "-m", module, name, json.dumps(args)]
     shared = environment(gpus=ranks, lazy=lazy)
-    processes = [
-        subprocess.Popen(command, env={**shared, **_place(rank, ranks)}, cwd=ROOT, stdout=-1, stderr=-1, text=True)
-        for rank in range(ranks)
-    ]
+    store = serve_store(HOST, 0) if ranks > 1 else None
+    processes = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks} if store else {}
+        address = (
+            {"MASTER_ADDR": HOST, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True} if store else {}
+        )
+        own = {key: str(value) for key, value in {**place, **address}.items()}
+        processes.append(subprocess.Popen(command, env=shared | own, cwd=ROOT, stdout=-1, stderr=-1, text=True))
     answers = []
     try:
         for process in processes:
@@ -57,10 +65,6 @@ def run(module: str, name: str, *args: Any, ranks: int = 1, lazy: bool = False) 
             process.kill()
             process.wait()
     return answers if ranks > 1 else answers[0]
-
-
-def _place(rank: int, ranks: int) -> dict[str, str]:
-    return {"MOCK_RANK": str(rank), "MOCK_RANKS": str(ranks)}
 
 
 def answer(module: dict[str, Any]) -> None:
@@ -86,6 +90,11 @@ def counters() -> Counter[str]:
 def reset_counters() -> None:
     """Count from 0 again."""
     preloaded().mock_reset_counters()
+
+
+def allocate(nbytes: int) -> None:
+    """Allocate device memory past torch's allocator, as a library with kernels of its own may."""
+    preloaded().cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(nbytes))
 
 
 def trace(path: Path | None) -> None:

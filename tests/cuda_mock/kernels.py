@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.cuda_mock.device import preloaded
+from tests.engine.test_batch_norm import GPUKernels
 
 aten = torch.ops.aten
 
@@ -35,6 +36,7 @@ def _batch_norm_backward(
 ON_HOST: dict[Any, Callable[..., Any]] = {
     aten.cudnn_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
+    **{getattr(aten, name).default: getattr(GPUKernels, name) for name in vars(GPUKernels) if name.startswith("batch")},
 }
 # Calls without a kernel.
 NO_KERNEL = {
@@ -53,7 +55,6 @@ class Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._computations: dict[int, Callable[[], None]] = {}
-        self._recorded: set[int] = set()
         self._errors: list[Exception] = []
         # The mock keeps the address of this callback.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_long)(self._compute)
@@ -72,7 +73,7 @@ class Kernels(TorchDispatchMode):
         is_view = all(tensor.untyped_storage().data_ptr() in memory for tensor in outputs)
         computes = not is_view or func._schema.is_mutable or func.namespace == "c10d"
         if computes and func not in NO_KERNEL and any(tensor.is_cuda for tensor in inputs + outputs):
-            self._queue(func, *tree_map(_source, (args, kwargs)), [_on_host(tensor) for tensor in outputs])
+            self._queue(func, *tree_map(_source, (args, kwargs)), [_on_host(tensor) for tensor in outputs])  # pyright: ignore[reportCallIssue]
             if not all(tensor.is_cuda or tensor.is_pinned() for tensor in outputs):
                 torch.cuda.current_stream().synchronize()
         return result
@@ -80,7 +81,7 @@ class Kernels(TorchDispatchMode):
     def _queue(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         def compute() -> None:
             with torch.no_grad():
-                result = ON_HOST.get(func, func)(*args, **kwargs)
+                result = ON_HOST.get(func, func)(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
                 if func.namespace == "c10d":
                     result[-1].wait()
                 # A recorded tensor is in place already; cuDNN's reserved memory has no counterpart.

@@ -1,7 +1,16 @@
-"""Trainings that run with the mock in processes of their own; each returns what the tests assert."""
+"""Trainings that run with the mock in processes of their own; each returns what the tests compare.
 
+A group of scenarios shares a process, since importing torch takes seconds.
+"""
+
+import contextlib
+import functools
 import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -9,32 +18,344 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.data.batches import Split, epoch_batches
+from flatout.distributed.environment import launched
+from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
+from flatout.engine import optim
+from flatout.engine.torch import step
+from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
-from tests.cuda_mock import device
-from tests.engine.test_tape import CASES, CLASSES, job_net, job_recipe, net_recipe, norm_net, plain_net
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
+from tests.cuda_mock import device, plain
+from tests.cuda_mock.kernels import Kernels
+from tests.engine.test_against_plain_loop import SILENT, make_samples
+from tests.engine.test_tape import (
+    BATCH,
+    CASES,
+    CLASSES,
+    COUNT,
+    Waits,
+    job_net,
+    job_recipe,
+    net_recipe,
+    norm_net,
+    plain_net,
+)
+
+GPU = torch.device("cuda:0")
+# Recorded steps whose mean is compared with budgets.
+STEPS = 3
+# Without this, differences between recorded and eager steps would have to be tolerated.
+EXACT = {"precision": "fp32"}
 
 
-def train(net: nn.Module, recipe: Recipe, steps: int = 6) -> dict[str, Any]:
+# --- what a step does -------------------------------------------------------------------------------------------------
+
+
+def measure(net: nn.Module, recipe: Recipe, *, world: World | None = None, classes: int = CLASSES) -> dict[str, Any]:
+    """Return the engine's notes, what it did up to the first recorded step, and what each step after it does."""
     notes: list[str] = []
-    engine = TorchEngine(net, recipe, world=World(device=torch.device("cuda:0")), report=notes.append)
-    rng = np.random.default_rng(7)
-    shape = (4 * recipe.batch_size, *recipe.stored_sides, recipe.channels)
-    samples = Split(
-        images=rng.integers(0, 256, shape, dtype=np.uint8), rows=np.arange(shape[0]), labels=np.arange(shape[0]) % 2
-    )
+    world = world or World(device=GPU)
+    device.reset_counters()
+    engine = TorchEngine(net, recipe, world=world, report=notes.append)
+    try:
+        count = recipe.batch_size * 4
+        images = np.zeros((count, *recipe.stored_sides, recipe.channels), np.uint8)
+        split = engine.place(Split(images=images, rows=np.arange(count), labels=np.arange(count) % classes))
+        split.begin_epoch(0)
+        batches = itertools.cycle(epoch_batches(recipe, split.samples, 0))
+        inputs = iter(enumerate(split.feed(itertools.islice(batches, step.EAGER_STEPS + 1 + STEPS))))
+        _train(split, itertools.islice(inputs, step.EAGER_STEPS + 1))
+        start = device.counters()
+        device.reset_counters()
+        _train(split, inputs)
+        steps = device.counters()
+        held = {name: steps.pop(name) for name in ("pinned bytes", "device bytes")}
+        return {"notes": notes, "start": start, "step": {k: v / STEPS for k, v in steps.items()}, "held": held}
+    finally:
+        engine.close()
+
+
+def _train(split: TorchDataset, inputs: Iterator[tuple[int, Any]]) -> None:
+    for number, batch in inputs:
+        split.train_step(batch, 0.1, number)
+
+
+def job(name: str) -> dict[str, Any]:
+    recipe = job_recipe(name)
+    return measure(job_net(recipe), recipe, classes=2 if recipe.loss == "binary-cross-entropy" else CLASSES)
+
+
+def jobs(names: list[str]) -> dict[str, Any]:
+    return {name: job(name) for name in names}
+
+
+def large() -> dict[str, Any]:
+    """Return what steps do of networks that are trained on GPUs, in bfloat16; their size does not depend on images."""
+    shared = {"precision": "bf16", "optimizer.name": "momentum", "augment.flip": True, "channels": 3, **_colours(3)}
+    recipes = {
+        "resnet50": net_recipe(model="timm:resnet50", image_size=64, ema=0.99, **shared),
+        "fast-cnn-64": net_recipe(model="fast-cnn-64", image_size=32, **shared),
+    }
+    return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
+
+
+def tape_cases() -> dict[str, Any]:
+    nets = {"micro-batches": plain_net}
+    return {name: measure(nets.get(name, norm_net)(), net_recipe(**changes)) for name, changes in CASES.items()}
+
+
+def timm_models(names: list[str]) -> dict[str, Any]:
+    recipes = {name: net_recipe(model=f"timm:{name}", image_size=64, channels=3, **_colours(3)) for name in names}
+    return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
+
+
+def _colours(channels: int) -> dict[str, Any]:
+    return {"data.mean": [0.4] * channels, "data.std": [0.3] * channels}
+
+
+# --- planted defects --------------------------------------------------------------------------------------------------
+
+
+class Planted(nn.Module):
+    """Does something in its forward pass that a recorded step must not."""
+
+    def __init__(self, defect: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__()
+        self._defect = defect
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self._defect(x)
+        return x if result is None else result
+
+
+def _reads_the_loss(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.0 if x.mean().item() >= 0 else 2.0)
+
+
+def _copies_pageable_memory(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.ones(1).to(x.device, non_blocking=True)
+
+
+def _allocates(x: torch.Tensor) -> None:
+    device.allocate(1 << 10)
+
+
+class _WaitsOutside:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.Stream())
+
+    def __call__(self, x: torch.Tensor) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _forks(x: torch.Tensor) -> torch.Tensor:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        return x + 1
+
+
+def _copies_every_step(train_step: Any) -> Callable[..., None]:
+    def copying(self: TorchDataset, inputs: Any, learning_rate: float, seed: int) -> None:
+        torch.from_numpy(inputs.batch.weights).to(GPU)
+        train_step(self, inputs, learning_rate, seed)
+
+    return copying
+
+
+def planted() -> dict[str, Any]:
+    """Return what `measure` finds for each defect of the forward pass, and for a copy in every step."""
+    torch.cuda.init()
+    defects = {
+        "none": lambda x: None,
+        "item": _reads_the_loss,
+        "pageable copy": _copies_pageable_memory,
+        "allocation": _allocates,
+        "event": _WaitsOutside(),
+        "fork": _forks,
+    }
+    found = {name: measure(nn.Sequential(Planted(d), norm_net()), net_recipe()) for name, d in defects.items()}
+    with mock.patch.object(TorchDataset, "train_step", _copies_every_step(TorchDataset.train_step)):
+        found["copy per step"] = measure(norm_net(), net_recipe())
+    return found
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluation() -> dict[str, Any]:
+    """Return what an evaluation of three batches does, and its result beside that of the CPU."""
+    recipe = net_recipe(**EXACT)
+    samples = make_samples(3 * BATCH, classes=CLASSES)
+    found: dict[str, Any] = {}
+    for name, where, kernels in (("gpu", GPU, Kernels()), ("cpu", torch.device("cpu"), contextlib.nullcontext())):
+        with kernels:
+            engine = TorchEngine(norm_net(), recipe, world=World(device=where))
+            split = engine.place(samples)
+            split.evaluate()
+            device.reset_counters()
+            evaluated = split.evaluate(with_probabilities=True)
+            found[name] = {
+                "counters": device.counters(),
+                "loss": evaluated.loss_sum,
+                "probabilities": np.asarray(evaluated.probabilities).tolist(),
+            }
+            engine.close()
+    return found
+
+
+def recorded_evaluation() -> dict[str, Any]:
+    """Return what the third evaluation during training does, and its metrics beside those of the CPU."""
+    recipe, samples = net_recipe(**EXACT), make_samples(3 * BATCH + 3, classes=CLASSES)
+    found: dict[str, Any] = {"batches": 4}
+    for name, where, kernels in (("gpu", GPU, Kernels()), ("cpu", torch.device("cpu"), contextlib.nullcontext())):
+        with kernels:
+            engine = TorchEngine(norm_net(), recipe, world=World(device=where))
+            split = engine.place(samples)
+            for _ in range(2):
+                split.evaluate()
+            if name == "gpu":
+                device.reset_counters()
+            evaluated = split.evaluate()
+            if name == "gpu":
+                found["counters"] = device.counters()
+            found[name] = {"loss": evaluated.loss, **evaluated.metrics}
+            engine.close()
+    return found
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _state(net: nn.Module, recipe: Recipe, *, count: int = COUNT, world: World | None = None, **options: Any) -> Any:
+    """Train with kernels; return the state on the CPU and the engine's notes."""
+    notes: list[str] = []
+    world = world or World(device=GPU)
+    with Kernels():
+        engine = TorchEngine(net, recipe, world=world, report=notes.append, **options)
+        try:
+            split = engine.place(make_samples(count, recipe.image_sides[0], recipe.channels, CLASSES))
+            run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+            return engine.state(), notes
+        finally:
+            engine.close()
+
+
+def _eager() -> Any:
+    return mock.patch.object(step, "EAGER_STEPS", 1 << 30)
+
+
+def _different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    assert all(value.isfinite().all() for value in first.values())
+    return [name for name, value in first.items() if not torch.equal(value, second[name])]
+
+
+def _compare(make_net: Callable[[], nn.Module], recipe: Recipe, **options: Any) -> dict[str, Any]:
+    """Train with recorded and with eager steps; return the notes, and what differs by a bit."""
+    state, notes = _state(make_net(), recipe, **options)
+    with _eager():
+        expected, _ = _state(make_net(), recipe, **options)
+    return {"notes": notes, "different": _different(state, expected)}
+
+
+def numbers() -> dict[str, Any]:
+    """Return which tensors differ between recorded steps and a plain loop on the CPU."""
+    found = {}
+    for name, case in plain.CASES.items():
+        state, notes = _state(case.make_net(), case.recipe, count=case.count)
+        expected = plain.loop(case)
+        found[name] = {"notes": notes, "different": _different({k: state[k] for k in expected}, expected)}
+    return found
+
+
+def recorded_numbers(names: list[str]) -> dict[str, Any]:
+    """Return which tensors differ between recorded and eager steps, for cases of the tape."""
+    nets = {"micro-batches": plain_net}
+    found = {name: _compare(nets.get(name, norm_net), net_recipe(**EXACT | CASES[name])) for name in names}
+    return found | {"dropout": _compare(plain_net, net_recipe(**EXACT))}
+
+
+def learning_rate_as_a_number() -> dict[str, Any]:
+    build = optim.build
+    recipe = net_recipe(**EXACT)
+    with mock.patch.object(optim, "build", lambda *args, capturable: build(*args, capturable=False)):
+        state, notes = _state(norm_net(), recipe)
+    with _eager():
+        expected, _ = _state(norm_net(), recipe)
+    return {"notes": notes, "different": _different(state, expected)}
+
+
+def failed_capture() -> dict[str, Any]:
+    """Return what an engine does whose capture fails, what differs from eager steps, and whether later ones train."""
+    found = _compare(lambda: nn.Sequential(Waits("item"), plain_net()), net_recipe(**EXACT))
+    return found | {"later": _compare(plain_net, net_recipe(**EXACT))}
+
+
+def streamed() -> dict[str, Any]:
+    """Return the difference between streamed and placed images, and pinned memory over a long epoch of streaming."""
+    recipe = net_recipe(**EXACT)
+    streaming = recipe.override({"data.placement": "disk"})
+    different = _different(_state(norm_net(), streaming)[0], _state(norm_net(), recipe)[0])
+    pinned = []
+    engine = TorchEngine(norm_net(), streaming, world=World(device=GPU))
+    samples = make_samples(48 * BATCH, classes=CLASSES)
     split = engine.place(samples)
     split.begin_epoch(0)
-    batches = itertools.islice(itertools.cycle(epoch_batches(recipe, samples, 0)), steps)
-    for number, inputs in enumerate(split.feed(batches)):
+    for number, inputs in enumerate(split.feed(epoch_batches(streaming, samples, 0))):
         split.train_step(inputs, 0.1, number)
-    return {"notes": notes, "counters": device.counters()}
+        pinned.append(device.counters()["pinned bytes"])
+    batch = math.prod((BATCH, *streaming.stored_sides, streaming.channels))
+    return {"different": different, "batch bytes": batch, "pinned bytes": pinned}
 
 
-def job(name: str) -> Any:
-    recipe = job_recipe(name)
-    return train(job_net(recipe), recipe)
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _joined() -> World:
+    found = launched()
+    assert found is not None
+    world = World(found, torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.cuda.set_device(world.device)
+    world.join(found)
+    return world
+
+
+def _on_rank(found: Any) -> Any:
+    """Wait for the other ranks before the process ends."""
+    _joined().barrier()
+    return found
+
+
+def _skips_the_sum(bucket: Bucket) -> None:
+    pass
+
+
+def ranks() -> dict[str, Any]:
+    """Return what a step of two ranks does, and which tensors of recorded steps differ from eager ones."""
+    world = _joined()
+    found: dict[str, Any] = {"numbers": _compare(norm_net, net_recipe(**EXACT), world=world)}
+    for norm in ("global", "per-device"):
+        found[norm] = measure(norm_net(), net_recipe(norm=norm), world=world)
+    with mock.patch.multiple(Bucket, start=_skips_the_sum, finish=lambda bucket: bucket.input):
+        found["all-reduce left out"] = measure(norm_net(), net_recipe(), world=world)
+    return _on_rank(found)
+
+
+def resnet_on_ranks() -> dict[str, Any]:
+    """Return what a step of two ranks does that normalise together."""
+    recipe = net_recipe(model="timm:resnet50", image_size=64, channels=3, precision="bf16", **_colours(3))
+    return _on_rank(measure(build_model(recipe, CLASSES), recipe, world=_joined()))
+
+
+def sharded() -> dict[str, Any]:
+    """Return what a step of two ranks does whose model is sharded."""
+    return _on_rank(measure(norm_net(), net_recipe(shard="full"), world=_joined()))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
 from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
 from flatout.engine import augment
+from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
@@ -81,6 +83,30 @@ def test_streaming_and_micro_batches_mix_the_same(changes: dict[str, Any]) -> No
         weights.append(engine_weights(net, make_samples(), make_recipe(**MIXED, **more)))
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+class Seen(nn.Module):
+    """Notes the images that it passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.images.append(x.detach().clone())
+        return x
+
+
+def test_images_are_resampled_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, the grid of the pixels is off by up to a fifth of a pixel at 224."""
+    monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32", "bf16"])
+    seen = []
+    for precision in ("fp32", "bf16"):
+        net = nn.Sequential(Seen(), make_net())
+        recipe = make_recipe(**{"precision": precision, "augment.rotate": 20.0, "augment.shift": 0.1})
+        engine_weights(net, make_samples(), recipe)
+        seen.append(net[0].images)
+    assert all(torch.equal(first, second) for first, second in zip(*seen, strict=True))
 
 
 def trained(world: World) -> dict[str, np.ndarray]:
@@ -178,3 +204,14 @@ def test_ranks_average_alike(shard: str) -> None:
     (alone,), (together, _) = on_ranks(1, averaged, "none"), on_ranks(2, averaged, shard)
     for name, value in alone.items():
         np.testing.assert_allclose(together[name], value, rtol=2e-3, atol=5e-5, err_msg=name)
+
+
+def test_pixels_are_found_as_by_torch() -> None:
+    maps = torch.tensor([[[0.9, 0.2, 0.1], [-0.2, 1.1, -0.3]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+    images = torch.randint(0, 256, (2, 20, 33, 3), dtype=torch.uint8)
+    found = augment.apply(images, {"affine": maps}, torch.ones(3), torch.zeros(3), (15, 31))
+    grid = functional.affine_grid(maps, [2, 3, 15, 31], align_corners=False)
+    expected = functional.grid_sample(
+        images.permute(0, 3, 1, 2).float(), grid, padding_mode="border", align_corners=False
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)

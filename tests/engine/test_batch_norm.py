@@ -1,5 +1,7 @@
 """Batch normalisation over the samples that count, against torch's own."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -126,7 +128,64 @@ def across_ranks(channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return x, grads, norm_for(x)
 
 
-def normalised_on_rank(world: World) -> list[list[torch.Tensor]]:
+class GPUKernels:
+    """What the kernels of torch's SyncBatchNorm compute, which exist for GPUs only."""
+
+    @staticmethod
+    def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        values = x.float().movedim(1, -1).flatten(0, -2)
+        return values.mean(0), (values.var(0, correction=0) + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_gather_stats_with_counts(
+        x: torch.Tensor,
+        means: torch.Tensor,
+        inverses: torch.Tensor,
+        running_mean: torch.Tensor,
+        running_var: torch.Tensor,
+        momentum: float,
+        eps: float,
+        counts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n, shares = counts.sum(), (counts / counts.sum())[:, None]
+        mean = (means * shares).sum(0)
+        var = ((inverses**-2 - eps + (means - mean) ** 2) * shares).sum(0)
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(var * n / (n - 1), momentum)
+        return mean, (var + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_elemt(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return functional.batch_norm(x.float(), mean, inverse**-2 - eps, weight, bias, eps=eps).to(x.dtype)
+
+    @staticmethod
+    def batch_norm_backward_reduce(
+        grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor, *_: bool
+    ) -> tuple[torch.Tensor, ...]:
+        grads, values = (t.float().movedim(1, -1).flatten(0, -2) for t in (grad, x))
+        sum_dy, sum_dy_xmu = grads.sum(0), (grads * (values - mean)).sum(0)
+        return sum_dy, sum_dy_xmu, sum_dy_xmu * inverse, sum_dy
+
+    @staticmethod
+    def batch_norm_backward_elemt(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        inverse: torch.Tensor,
+        weight: torch.Tensor,
+        sum_dy: torch.Tensor,
+        sum_dy_xmu: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        assert counts.dtype == torch.int32
+        grads, values, n = grad.float().movedim(1, -1), x.float().movedim(1, -1), counts.sum()
+        found = (grads - sum_dy / n - (values - mean) * inverse**2 * sum_dy_xmu / n) * inverse * weight
+        return found.movedim(-1, 1).to(x.dtype)
+
+
+def normalised_on_rank(world: World, *, on_host: bool) -> list[list[torch.Tensor]]:
     """Return outputs, gradients of inputs, gradients of parameters, and buffers, of each case."""
     results = []
     for channels, dtype, padding in ACROSS_RANKS:
@@ -136,19 +195,23 @@ def normalised_on_rank(world: World) -> list[list[torch.Tensor]]:
         real = min(own.stop, count) - own.start
         grads = grads[own].clone()
         grads[real:] = 0
-        batch_norm = BatchNorm(world)
+        batch_norm = BatchNorm(world, on_host=on_host, has_kernels=not on_host)
         batch_norm.begin(len(inputs), real, count, is_padded=padding > 0)
-        with ReplacedFunctions({functional.batch_norm: batch_norm}):
+        with ReplacedFunctions({functional.batch_norm: batch_norm}), pytest.MonkeyPatch.context() as patch:
+            for name, kernel in vars(GPUKernels).items():
+                if name.startswith("batch_norm"):
+                    patch.setattr(torch, name, kernel.__func__)
             y = norm(inputs)
-        y.backward(grads)
+            y.backward(grads)
         assert inputs.grad is not None
         parameters = [p.grad for p in norm.parameters() if p.grad is not None]
         results.append([y.detach()[:real], inputs.grad[:real], *parameters, *norm.buffers()])
     return results
 
 
-def test_ranks_normalise_by_the_statistics_of_all() -> None:
-    ranks = on_ranks(2, normalised_on_rank)
+@pytest.mark.parametrize("on_host", [True, False])
+def test_ranks_normalise_by_the_statistics_of_all(on_host: bool) -> None:
+    ranks = on_ranks(2, functools.partial(normalised_on_rank, on_host=on_host))
     for (channels, dtype, padding), first, second in zip(ACROSS_RANKS, *ranks, strict=True):
         x, grads, norm = across_ranks(channels, dtype)
         inputs = x.float()[: SIZE - padding].requires_grad_()

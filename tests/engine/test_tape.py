@@ -13,19 +13,20 @@ from flatout.config.jobs import builtin_jobs, load_job
 from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.engine.torch import step
-from flatout.engine.torch.batches import DeviceBatch
+from flatout.engine.torch.batches import Step
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import RankLost
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator, HostSynchronisation
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
 from tests.engine.test_prefix import frozen_net
 
 BATCH, COUNT, CLASSES, EPOCHS = 8, 20, 4, 3
-# In each epoch two full batches and a padded one: three eager steps, then three that replay the fourth.
-REPLAYS = 3
+# In each epoch two full batches and a padded one: three eager steps of the full ones, and one padded; then two graphs.
+GRAPHS = 2
 SIZES = {"cats-dogs": 32, "oct-vgg16": 32, "caltech101": 32, "digits": 8}
 
 
@@ -52,11 +53,11 @@ def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = N
             engine.close()
 
 
-def differences(recipe: Recipe, net: Any, **options: Any) -> list[str]:
+def differences(recipe: Recipe, net: Any, *, graphs: int = GRAPHS, **options: Any) -> list[str]:
     """Return what differs between a recorded and an eager training; every bit counts."""
     state, losses, recorded = run(recipe, net(), record=True, **options)
     expected, expected_losses, _ = run(recipe, net(), record=False, **options)
-    assert recorded == 1
+    assert recorded == graphs
     assert state.keys() == expected.keys()
     assert all(value.isfinite().all() for value in expected.values())
     different = [name for name, value in expected.items() if not torch.equal(state[name], value)]
@@ -143,9 +144,37 @@ def test_dropout_is_drawn_anew_in_every_step() -> None:
 def test_the_device_that_is_faked_computes_what_the_cpu_does() -> None:
     recipe, samples = net_recipe(), make_samples(COUNT, classes=CLASSES)
     state, _, recorded = run(recipe, norm_net(), record=True)
-    assert recorded == 1
+    assert recorded == GRAPHS
     for name, value in engine_weights(norm_net(), samples, recipe).items():
         torch.testing.assert_close(state[f"model.{name}"], value, rtol=1e-4, atol=1e-5)
+
+
+def evaluated(recipe: Recipe, *, record: bool, world: World | None = None) -> tuple[list[dict[str, float]], int]:
+    """Train with a validation split; return the metrics of the epochs, and how many graphs were recorded."""
+    accelerator, world = FakeAccelerator(), world or World()
+    with pytest.MonkeyPatch.context() as patch:
+        if not record:
+            patch.setattr(TorchEngine, "is_captured", False)
+        engine = TorchEngine(norm_net(), recipe, world=world, accelerator=accelerator)
+        splits = {"train": make_samples(COUNT, classes=CLASSES), "valid": make_samples(COUNT + 7, classes=CLASSES)}
+        progress = Progress()
+        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        run_loop(engine, world, recipe, placed, progress, SILENT)
+        engine.close()
+    return [record.metrics for record in progress.history], accelerator.recorded
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"ema": 0.9}, {"data.placement": "disk"}], ids=["plain", "averaged", "streamed"]
+)
+def test_recorded_evaluations(changes: dict[str, Any]) -> None:
+    recipe = net_recipe(**changes)
+    found, recorded = evaluated(recipe, record=True)
+    expected, without = evaluated(recipe, record=False)
+    # Each of full batches and of the padded one.
+    assert (recorded, without) == (2 * GRAPHS, GRAPHS)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
@@ -163,14 +192,20 @@ def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
                 run_loop(engine, World(), recipe, {"train": split}, Progress(), SILENT)
             states.append(engine.state())
             engine.close()
-        assert accelerator.recorded == (4 if eager_steps < 4 else 0)
+        assert accelerator.recorded == (8 if eager_steps < 4 else 0)
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
-@pytest.mark.parametrize("reason", ["capture fails", "too little memory"])
+@pytest.mark.parametrize("reason", ["capture fails", "a collective fails", "too little memory"])
 def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+        except RuntimeError as error:
+            if reason == "a collective fails":
+                raise RankLost("rank 0 lost touch with the others") from error
+            # As the end of a capture does.
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
     monkeypatch.setattr(FakeAccelerator, "capture", fail)
     if reason == "too little memory":
@@ -181,7 +216,7 @@ def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.Monk
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     (note,) = notes
     assert note.startswith("the step runs without a CUDA graph: ")
-    assert note.endswith("capturing" if reason == "capture fails" else "beside eager steps")
+    assert note.endswith("beside eager steps" if reason == "too little memory" else "capturing")
 
 
 # --- planted defects --------------------------------------------------------------------------------------------------
@@ -189,8 +224,8 @@ def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.Monk
 
 def test_a_python_number_of_the_batch_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the constants, the padded batch replays the record of a full one: its padding enters the statistics."""
-    monkeypatch.setattr(DeviceBatch, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
-    assert "model.3.running_var" in differences(net_recipe(), norm_net)
+    monkeypatch.setattr(Step, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
+    assert "model.3.running_var" in differences(net_recipe(), norm_net, graphs=1)
 
 
 def test_a_learning_rate_that_is_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,14 +297,18 @@ def compare_on_ranks(world: World) -> dict[str, list[str]]:
     # As if NCCL added the gradients: gloo works on the same tensors.
     world.backend = "nccl"
     found = {"sgd": differences(net_recipe(), norm_net, world=world)}
+    own, (expected, _) = (
+        evaluated(net_recipe(), record=True, world=world),
+        evaluated(net_recipe(), record=False, world=world),
+    )
+    found["evaluation"] = [] if own[0] == [pytest.approx(metrics, rel=1e-6) for metrics in expected] else ["metrics"]
     if world.size == 2:
         found["per-device"] = differences(net_recipe(norm="per-device"), norm_net, world=world)
         found["dropout, adam"] = differences(net_recipe(**{"optimizer.name": "adam"}), plain_net, world=world)
         with pytest.MonkeyPatch.context() as patch:
             # Shares of 4 and 4 samples, then 4 and 0: the first rank's share is full, and only the total differs.
-            own = property(lambda inputs: (len(inputs.batch.samples), inputs.batch.count))
-            patch.setattr(DeviceBatch, "constants", own)
-            found["planted"] = differences(net_recipe(), norm_net, world=world)
+            patch.setattr(Step, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
+            found["planted"] = differences(net_recipe(), norm_net, graphs=1, world=world)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.data.batches import Split
-from flatout.engine.torch.batches import TorchDataset
+from flatout.engine.torch.dataset import TorchDataset
 
 
 def measured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def is_mapped() -> bool:
 
 
 def state() -> dict[str, Any]:
-    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     return {
         "torch's random state": torch.get_rng_state().tolist(),
         "NumPy's random state": np.random.get_state()[1].tolist(),  # pyright: ignore
@@ -46,7 +46,8 @@ def state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "denormal numbers": torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item(),
         "cuDNN's choice of algorithms": cudnn.benchmark,
-        "formats": (products.fp32_precision, cudnn.conv.fp32_precision),  # pyright: ignore
+        # Torch's compiler reads these; after the newer `fp32_precision`, they raise errors.
+        "formats": (torch.get_float32_matmul_precision(), cudnn.allow_tf32),
         "default type": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
         "allocator": not sys.platform.startswith("linux") or is_mapped(),
@@ -135,11 +136,11 @@ def test_settings_of_a_gpu_are_restored(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(CUDA, "is_host", True)
     before = state()
-    for precision, expected in (("tf32", "tf32"), ("fp32", "ieee")):
+    for precision, expected in (("tf32", ("high", True)), ("fp32", ("highest", False))):
         with contextlib.ExitStack() as undo:
             CUDA(device).adapt_process(undo, precision, 1)
             assert torch.backends.cudnn.benchmark
-            assert state()["formats"] == (expected, expected)
+            assert state()["formats"] == expected
             torch.manual_seed(7)
         assert state() == before
     with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as undo:

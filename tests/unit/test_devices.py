@@ -4,6 +4,7 @@ import copy
 import json
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,6 +220,17 @@ def test_auto_measures_threads_and_processes(
     assert processes.reason == f"--devices auto: {reason}"
 
 
+@pytest.mark.parametrize(("seconds", "spec"), [(60.0, "cpu"), (600.0, "4xcpu")])
+def test_the_start_of_processes_takes_its_share_of_the_minutes(
+    seconds: float, spec: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(cores=4)
+    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, *, ranks=1: {1: 1e-3, 4: 3.8e-3}[ranks])
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=10, batch_size=64)
+    found = factory.choose_processes("auto", recipe, 100, nn.Identity, seconds=seconds)
+    assert str(found.devices) == spec
+
+
 def test_the_first_model_chooses_between_threads_and_processes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host(cores=4)
     seconds, asked = {1: 1e-3, 4: 3e-3}, list[int]()
@@ -235,10 +247,40 @@ def test_the_first_model_chooses_between_threads_and_processes(host: Host, monke
     assert asked == [1, 4, 4]
 
 
+def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        said = "The NVIDIA driver on your system is too old (found version 11040). (Triggered internally at x.cpp:1.)"
+        warnings.warn(f"CUDA initialization: {said}", UserWarning, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for spec in ("auto", "cuda", "cpu"):
+        with pytest.raises(
+            InputError, match=r"cannot use the GPU: The NVIDIA driver .* is too old \(.*\)\.?; to train"
+        ):
+            parse_devices(spec)
+
+
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
     host(cuda=4)
-    assert chosen("auto").reason == "--devices auto: using 4xcuda"
-    assert str(chosen("auto", batch_size=17).devices) == "2xcuda"
+    assert chosen("auto", epochs=100).reason == "--devices auto: using 4xcuda"
+    assert str(chosen("auto", epochs=100, batch_size=17).devices) == "2xcuda"
+
+
+def test_auto_takes_one_gpu_for_a_short_job(host: Host) -> None:
+    host(cuda=4)
+    assert chosen("auto").reason == (
+        "--devices auto: using cuda:0: the start of several takes longer than the training, about 5 s"
+    )
+
+
+@pytest.mark.parametrize(("channels", "precision"), [(8, "tf32"), (256, "bf16")])
+def test_gpus_compute_much_in_bfloat16(channels: int, precision: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1))
+    recipe = Recipe(model="test", image_size=8, channels=3, epochs=1, batch_size=8)
+    operations = 64 * 9 * channels * (3 + channels)
+    assert accelerator.precision_of_gpu(["tf32", "fp32", "bf16"], model, recipe) == (precision, operations)
+    assert accelerator.precision_of_gpu(["fp32", "bf16"], model, recipe) is None
 
 
 class Formats(nn.Module):

@@ -23,14 +23,22 @@ def plan(seconds: float | None, images: int = 2000, *, slowness: float = 1.0, **
     def rate(model: str, size: Any) -> float:
         return (400.0 if model == SMALL.model else 100.0) * (224 / size) ** 2 / slowness
 
-    given = {"training_images": images // 2, "classes": 10, "ratio": 1.0, "size": None, "accelerated": False}
-    return plan_photos([SMALL, LARGE], **{"images": images, "seconds": seconds, "rate": rate, **given, **options})
+    given = {"training_images": images // 2, "batch_size": 32, "classes": 10, "ratio": 1.0, "size": None}
+    options = {"images": images, "seconds": seconds, "rate": rate, "accelerated": False, **given, **options}
+    return plan_photos([SMALL, LARGE], **options)
 
 
 def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
     short, long = plan(20), plan(600)
     assert (short.backbone, short.epochs, short.mirrored) == (SMALL, 0, False)
     assert (long.backbone, long.mirrored) == (LARGE, True) and long.epochs > 0
+
+
+def test_few_images_get_a_larger_network_before_fine_tuning() -> None:
+    """Its steps would be too few to change much."""
+    few, many = plan(40, 1200), plan(140, 6000)
+    assert (few.backbone, few.epochs) == (LARGE, 0)
+    assert (many.backbone, many.epochs > 0) == (SMALL, True)
 
 
 def test_a_slower_machine_gets_smaller_images_or_networks() -> None:
@@ -65,6 +73,7 @@ def test_a_network_that_takes_one_size_gets_it() -> None:
         [fixed],
         images=10**6,
         training_images=10**6,
+        batch_size=32,
         classes=2,
         ratio=1.0,
         size=None,

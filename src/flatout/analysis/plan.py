@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.analysis.gpu import chips_named
 from flatout.analysis.output import check_free, make_folder, spread
 from flatout.analysis.roofline import Work, estimate
 from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
@@ -44,17 +45,20 @@ LIMITS = {
     "memory": ("memory", style.ORANGE),
     "interconnect": ("links", style.PURPLE),
 }
+GPU_LIMITS = {"tensor cores": style.RIGHT, "CUDA cores": style.MUTED, "memory": style.ORANGE, "launches": style.PURPLE}
 
 Row = Mapping[str, Any]
 
 
 def plan(
-    job: str,
+    job: str | None,
     data: str | None,
     changes: Mapping[str, Any],
     *,
     topologies: str | None,
     devices: str | None,
+    gpus: str | None = None,
+    inference: bool = False,
     engine: str = "auto",
     images: int | None = None,
     classes: int | None = None,
@@ -64,10 +68,13 @@ def plan(
     out: Path | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Plan a job for topologies or for devices; write plan.json and plan.png; return the former's content.
+    """Plan a job for topologies, GPUs or devices; write plan.json and plan.png; return the former's content.
 
     Args:
-        topologies, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or SPECs of devices to measure.
+        job: None if `changes` name a model.
+        topologies, gpus, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; names of GPUs; or SPECs of devices to
+            measure.
+        inference: plan predictions instead of training, on GPUs.
         images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
         price: the price of one chip for an hour, in any currency.
         largest_batch: search for the largest batch that fits, even if the job's batch does.
@@ -77,11 +84,25 @@ def plan(
         InputError: an argument is wrong, or the model cannot be compiled.
         TrainingFailed: the devices or the compiler failed, or memory was insufficient.
     """
-    _check_flags(topologies, devices, engine, price, largest_batch)
+    _check_flags(topologies, gpus, devices, engine, price, largest_batch, inference)
     check_free(out)
-    if topologies is not None:
+    chips = chips_named(gpus) if gpus is not None else {}
+
+    def find(*, accelerated: bool) -> Work:
+        if job is not None:
+            return find_work(job, data, changes, images, classes, accelerated=accelerated, console=console)
+        if not chips or data is not None:
+            raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
+        return work_of_model(changes, images, classes)
+
+    if chips:
+        from flatout.analysis.gpu_plan import estimate_on_gpus
+
+        work = find(accelerated=True)
+        planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
+    elif topologies is not None:
         chosen = parse_topologies(topologies)
-        work = find_work(job, data, changes, images, classes, accelerated=True, console=console)
+        work = find(accelerated=True)
         with tpu_compiler(work, allow_code, console) as compile_step:
             planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
     else:
@@ -89,7 +110,7 @@ def plan(
 
         specs = parse_specs(devices or "", engine)
         accelerated = all(spec.is_accelerated for spec in specs.values())
-        work = find_work(job, data, changes, images, classes, accelerated=accelerated, console=console)
+        work = find(accelerated=accelerated)
         rows = [_measure(work, spec, devices.engine, allow_code, console) for spec, devices in specs.items()]
         planned = {"estimate": False, "devices": rows, "machine": machine()}
     recipe = work.recipe
@@ -111,24 +132,56 @@ def plan(
 
 
 def _check_flags(
-    topologies: str | None, devices: str | None, engine: str, price: float | None, largest_batch: bool
+    topologies: str | None,
+    gpus: str | None,
+    devices: str | None,
+    engine: str,
+    price: float | None,
+    largest_batch: bool,
+    inference: bool,
 ) -> None:
-    if topologies is None and devices is None:
+    if topologies is None and gpus is None and devices is None:
         raise InputError(
-            "plan needs --topology or --devices: --topology v5e:2x4 compiles the job for TPUs that you don't have, "
-            "--devices cpu measures a few steps on this machine"
+            "plan needs --gpu, --topology or --devices: --gpu h100 estimates the job on GPUs that you don't have, "
+            "--topology v5e:2x4 compiles it for TPUs, --devices cpu measures a few steps on this machine"
         )
-    if topologies is not None and devices is not None:
-        raise InputError("--topology compiles, --devices measures: give one of them")
+    if sum(given is not None for given in (topologies, gpus, devices)) > 1:
+        raise InputError("--gpu and --topology estimate, --devices measures: give one of them")
     if price is not None and not (price > 0 and math.isfinite(price)):
         raise InputError(f"--price {price:g}: must be greater than 0")
     if devices is not None and (price is not None or largest_batch):
-        raise InputError(f"{'--largest-batch' if price is None else '--price'}: requires --topology")
+        raise InputError(f"{'--largest-batch' if price is None else '--price'}: requires --gpu or --topology")
     if topologies is not None and engine == "torch":
         raise InputError("--engine torch: not available with --topology, which compiles with XLA")
+    if inference and gpus is None:
+        raise InputError("--inference: requires --gpu")
 
 
 # --- the work of a job ------------------------------------------------------------------------------------------------
+
+
+def check_sizes(images: int | None, classes: int | None) -> None:
+    """Raise InputError if a number of images or classes is not positive."""
+    for flag, value in (("--images", images), ("--classes", classes)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value}: must be at least 1")
+
+
+def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int | None) -> Work:
+    """Return the work of a model without a job: by default one epoch of SGD with momentum.
+
+    Raises:
+        InputError: the model or the size of the data is missing, or a value is wrong.
+    """
+    from flatout.models.build import check_name, default_shape
+
+    if "model" not in changes or images is None or classes is None:
+        raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
+    check_sizes(images, classes)
+    check_name(changes["model"])
+    recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
+    recipe = recipe.override({"optimizer.name": "momentum", **changes})
+    return Work(recipe=recipe, images=images, classes=classes, about="as given")
 
 
 def find_work(
@@ -146,9 +199,7 @@ def find_work(
     Raises:
         InputError: the size is unknown; or see `resolve`.
     """
-    for flag, value in (("--images", images), ("--classes", classes)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}: must be at least 1")
+    check_sizes(images, classes)
     recipe = None
     if job in builtin_jobs():
         recipe = load_job(job).override(changes)
@@ -328,7 +379,8 @@ def format_plan(result: Row) -> list[str]:
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"
     )
-    lines = _format_estimate(result) if result["estimate"] else _format_measured(result)
+    form = _format_gpus if "gpus" in result else _format_estimate if result["estimate"] else _format_measured
+    lines = form(result)
     return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}, {PLAN_CHART}"]
 
 
@@ -344,7 +396,7 @@ def _format_estimate(result: Row) -> list[str]:
             cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
             cells += [_short(times["step"]), f"≤ {style.plain(row['images_per_second'])}", _span(row["job_seconds"])]
             if with_cost:
-                cells.append(f"{row['cost']:,.2f}" if row["cost"] >= 0.1 else f"{row['cost']:.2g}")
+                cells.append(_money(row["cost"]))
         else:
             cells.append("does not fit")
         table.append(cells)
@@ -362,6 +414,32 @@ def _format_estimate(result: Row) -> list[str]:
         kind = result["scaling_of"].partition(":")[0]
         lines.append(f"Efficiency of the same batch by number of {kind} chips: {parts}.")
     return lines
+
+
+def _format_gpus(result: Row) -> list[str]:
+    with_cost = result["price_per_gpu_hour"] is not None
+    head = ["GPU", "memory", "largest batch", "step", "images/s", "epoch", "job", *["cost"] * with_cost, "limit"]
+    table = [head]
+    for row in result["gpus"]:
+        cells = [row["gpu"], f"{_bytes(row['memory_bytes'])} of {_bytes(row['gpu_memory_bytes'])}"]
+        cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), style.plain(row["images_per_second"])]
+        cells += [_span(row["epoch_seconds"]), _span(row["job_seconds"])]
+        if with_cost:
+            cells.append(_money(row["cost"]))
+        table.append([*cells, f"{row['limit']} ({row['precision']})"])
+    median, most = (result["gpus"][0][key] for key in ("expected_error", "expected_error_90"))
+    what = "predictions" if result["inference"] else "training steps"
+    return [
+        *aligned(table),
+        "",
+        f"Estimates of {what} on one GPU. On networks that the method had not seen, half of the estimates were",
+        f"within {median:.0%} of the measured speed, and nine of ten within {most:.0%}. Decoding, evaluation and",
+        "reports are not included: docs/plan.md.",
+    ]
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 0.1 else f"{amount:.2g}"
 
 
 def _remarks(result: Row, row: Row) -> list[str]:
@@ -430,11 +508,13 @@ def _short(seconds: float) -> str:
 
 def draw_plan(path: Path, result: Row) -> None:
     """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
-    how = "estimate, upper bound" if result["estimate"] else "measured"
+    how = "measured" if not result["estimate"] else "estimate" if "gpus" in result else "estimate, upper bound"
     title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
     figure = style.new_figure(9.0, 3.9, title=title)
     left, right = figure.subplots(1, 2)
-    if result["estimate"]:
+    if "gpus" in result:
+        _draw_gpus(left, right, result["gpus"])
+    elif result["estimate"]:
         style.style_panel(left, "Images per second, upper bound", "chips")
         style.style_panel(right, "Step time by limit; the longest decides")
         if fitting := [row for row in result["topologies"] if row["fits"]]:
@@ -453,6 +533,25 @@ def draw_plan(path: Path, result: Row) -> None:
         for axes in (left, right):
             style.start_at_zero(axes, headroom=0.1)
     style.write_png(figure, path)
+
+
+def _draw_gpus(left: "Axes", right: "Axes", rows: Sequence[Row]) -> None:
+    names = [row["gpu"] for row in rows]
+    style.style_panel(left, f"Images per second (expected error {rows[0]['expected_error_90']:.0%})")
+    style.style_panel(right, "Share of the step by limit")
+    rates = [row["images_per_second"] for row in rows]
+    off = [row["expected_error_90"] for row in rows]
+    spreads = [{"median": r, "min": r * (1 - e), "max": r * (1 + e)} for r, e in zip(rates, off, strict=True)]
+    style.draw_bars(left, names, spreads, style.plain)
+    style.start_at_zero(left, headroom=0.1)
+    below = np.zeros(len(rows))
+    for limit, colour in GPU_LIMITS.items():
+        shares = np.array([row["shares"][limit] for row in rows])
+        right.bar(range(len(rows)), shares, bottom=below, width=0.55, color=colour, label=limit)
+        below += shares
+    style.name_ticks(right, names)
+    style.start_at_zero(right, headroom=0.25)
+    style.add_legend(right, loc="upper left", ncols=4)
 
 
 def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row]) -> None:

@@ -69,6 +69,8 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     keys |= {"folds": "data.folds"}
     flags = ("model", "epochs", "batch_size", "seed", "pretrained", *keys)
     changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
+    if given.get("image_size") is not None:
+        changes["image_size"] = size_of(args.image_size, "--image-size")
     if given.get("weights") is not None:
         changes |= {"weights": str(args.weights.absolute()), "pretrained": True}
     if given.get("pretrained") is False:
@@ -76,11 +78,11 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     return changes | dict(map(parse_setting, args.set))
 
 
-def size_of(text: str) -> Size:
+def size_of(text: str, flag: str = "--size") -> Size:
     """Return the size that `N` or `HxW` names."""
     both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
     if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
-        raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
+        raise InputError(f"{flag} {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
     return collapse_size((both[0], both[-1]))
 
 
@@ -247,16 +249,16 @@ def do_scale(args: Namespace, console: Console) -> Output:
 
 
 @command(
-    "JOB",
-    "--topology --devices --engine --data --images --classes --model --epochs --batch-size --price --largest-batch"
-    " --out --set --json",
-    "plan fashion-mnist --topology v5e:2x4,v5e:4x4",
+    "[JOB]",
+    "--gpu --topology --devices --engine --data --images --classes --model --image-size --epochs --batch-size"
+    " --inference --price --largest-batch --out --set --json",
+    "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
     devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
     classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
 )
 def do_plan(args: Namespace, console: Console) -> Output:
-    """Estimate speed and memory of a job on TPUs, or measure a few steps here."""
+    """Estimate speed and memory of a job on GPUs or TPUs, or measure a few steps here."""
     from flatout.analysis.plan import format_plan, plan
 
     result = plan(
@@ -264,6 +266,8 @@ def do_plan(args: Namespace, console: Console) -> Output:
         args.data,
         changes_of(args),
         topologies=args.topology,
+        gpus=args.gpu,
+        inference=args.inference,
         devices=args.devices,
         engine=args.engine,
         images=args.images,

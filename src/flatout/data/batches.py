@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ READ_BYTES = 1 << 18
 MEASURED_IMAGES = 5000
 # Images per read when a statistic of all of them is computed.
 CHUNK_BYTES = 1 << 22
+# The largest batch of an evaluation, on a CPU or a TPU core.
+EVALUATION_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +84,8 @@ class Split:
         if isinstance(self.images, np.memmap):
             _read_rows(self.images, rows, out)
         else:
-            np.take(self.images, rows, axis=0, out=out)
+            # With the default mode, NumPy copies through a buffer: that takes three times as long.
+            np.take(self.images, rows, axis=0, out=out, mode="clip")
         if self.is_mirrored:
             out[:] = out[:, :, ::-1].copy()
         return out
@@ -213,6 +216,21 @@ def prefetch(
             ready = pending.popleft()
             pending.extend(pool.submit(load, item) for item in islice(items, 1))
             yield ready.result()
+
+
+class Ahead(Generic[Loaded]):
+    """Calls a function of the epoch; a thread computes the next epoch's result ahead of time."""
+
+    def __init__(self, compute: Callable[[int], Loaded]) -> None:
+        self._compute, self._pool = compute, ThreadPoolExecutor(1, thread_name_prefix="flatout-epoch")
+        self._next: tuple[int, Future[Loaded]] | None = None
+
+    def __call__(self, epoch: int) -> Loaded:
+        """Return the result of an epoch."""
+        is_ready = self._next is not None and self._next[0] == epoch
+        result = self._next[1].result() if self._next and is_ready else self._compute(epoch)
+        self._next = epoch + 1, self._pool.submit(self._compute, epoch + 1)
+        return result
 
 
 def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

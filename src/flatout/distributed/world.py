@@ -191,14 +191,14 @@ class World:
                     dist.broadcast(dense, src=0)
                     tensor.copy_(dense)
 
-    def all_gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, all of one shape, in the order of the ranks."""
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return every rank's tensor, all of one shape, stacked in the order of the ranks."""
         if not self.is_joined:
-            return [rows]
-        gathered = [torch.empty_like(rows) for _ in range(self.size)]
+            return rows[None]
+        gathered = rows.new_empty(self.size * len(rows), *rows.shape[1:])
         with self.translate_errors("all_gather"):
-            dist.all_gather(gathered, rows.contiguous())
-        return gathered
+            dist.all_gather_into_tensor(gathered, rows.contiguous())
+        return gathered.view(self.size, *rows.shape)
 
     # --- objects --------------------------------------------------------------------------------------------------
 

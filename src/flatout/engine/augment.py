@@ -16,6 +16,8 @@ from flatout.utils.random import Stream, block_permutation, permutation, uniform
 if TYPE_CHECKING:
     import torch
 
+# The key of the view of a split's images that evaluations see.
+NOT_AUGMENTED = -1
 Transforms = dict[str, np.ndarray]
 # The first draw is unused (formerly mirroring); it remains so that seeds keep their results.
 _, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)
@@ -297,11 +299,11 @@ def apply(
         size: height and width of the result; None for the images' own.
 
     Returns:
-        float32 [B, C, H, W] in channels_last order. Resampling is bilinear with edge pixels repeated. Images that are
-        not resampled are cropped at the centre.
+        float32 [B, C, H, W], in channels_last order unless they are resampled. Resampling is bilinear with edge pixels
+        repeated. Images that are not resampled are cropped at the centre.
     """
     import torch
-    from torch.nn.functional import affine_grid, grid_sample
+    from torch.nn.functional import grid_sample
 
     transforms = transforms or {}
     if size and "affine" not in transforms:
@@ -316,8 +318,7 @@ def apply(
     if "flip" in transforms:
         images = torch.where(transforms["flip"].bool()[:, None, None, None], images.flip(3), images)
     if "affine" in transforms:
-        shape = [*images.shape[:2], *(size or images.shape[2:])]
-        grid = affine_grid(transforms["affine"], shape, align_corners=False)
+        grid = _affine_grid(transforms["affine"], *(size or images.shape[2:]))
         images = grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     if has_color:
         images = pixels.recolor(torch, images.permute(0, 2, 3, 1), transforms["color"], _count_darker)
@@ -325,6 +326,18 @@ def apply(
     if "erase" in transforms:
         images = images * ~inside(transforms["erase"], images)
     return images
+
+
+def _affine_grid(maps_B23: "torch.Tensor", height: int, width: int) -> "torch.Tensor":
+    """Return the source of each pixel, [B, H, W, 2] as (x, y) in -1..1.
+
+    torch's own `affine_grid` is a matrix product, which TF32 would round by hundredths of a pixel.
+    """
+    import torch
+
+    y, x = ((2 * torch.arange(n, device=maps_B23.device) + 1) / n - 1 for n in (height, width))
+    of_x, of_y, moved = (maps_B23[:, None, None, :, column] for column in range(3))
+    return of_x * x[:, None] + (of_y * y[:, None, None] + moved)
 
 
 def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":

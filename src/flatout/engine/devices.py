@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +69,22 @@ def spec_of(names: Sequence[str]) -> str:
 
 
 def available() -> dict[str, int]:
-    """Return the number of devices of each kind on this host; for the CPU, its cores."""
+    """Return the number of devices of each kind on this host; for the CPU, its cores.
+
+    Raises:
+        InputError: there is a GPU that torch cannot use, such as with an old driver.
+    """
     import torch
 
     found = {"cpu": usable_cores()}
-    if torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        has_cuda = torch.cuda.is_available()
+    if caught:
+        # Of a GPU that does not start; without any, torch says nothing.
+        reason = str(caught[0].message).removeprefix("CUDA initialization: ").partition(" (Triggered")[0]
+        raise InputError(f"torch cannot use the GPU: {reason}; to train without it: CUDA_VISIBLE_DEVICES=")
+    if has_cuda:
         found["cuda"] = torch.cuda.device_count()
     if torch.backends.mps.is_available():
         found["mps"] = 1

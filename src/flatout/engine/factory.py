@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from flatout.distributed.world import World
 
-# Seconds for starting several processes.
-LAUNCH_SECONDS = 4.0
+# Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
+LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
+# Assumed for a GPU: operations per second in training, three times a forward pass; and the least seconds of a step.
+GPU_OPERATIONS, GPU_STEP_SECONDS = 30e12, 5e-4
 MIN_SHARE = 8
 
 
@@ -52,7 +54,7 @@ def choose_processes(
     build: "Callable[[], nn.Module]",
     engine: str = "torch",
     *,
-    has_budget: bool = False,
+    seconds: float | None = None,
 ) -> Processes:
     """Resolve a SPEC to the processes of a job; only `auto` leaves a choice.
 
@@ -62,7 +64,7 @@ def choose_processes(
 
     Args:
         build: creates the model, to measure its speed.
-        has_budget: whether a time budget determines the length of the job.
+        seconds: the time budget that determines the length of the job, if any.
 
     Raises:
         InputError: see `parse_devices`.
@@ -82,26 +84,45 @@ def choose_processes(
         return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
     batch = min(recipe.batch_size, images)
     if devices.kind == "cuda" and asked > 1:
-        count = _most_ranks(devices, batch)
+        count, why = _most_ranks(devices, batch), ""
+        if count < asked:
+            why = f", which the batch of {batch} fills"
+        if seconds is None and (needed := _seconds_on_gpu(build(), recipe, images)) < GPU_LAUNCH_SECONDS:
+            count, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
         chosen = Devices(kind="cuda", indices=devices.indices[:count])
-        reason = f"--devices auto: using {chosen}" + f", which the batch of {batch} fills" * (count < asked)
-        return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
+        return Processes(devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: using {chosen}{why}")
     if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
         return Processes(devices=devices, threads=threads)
     from flatout.engine.torch.measure import seconds_per_image
 
-    model, trained = build(), images * recipe.epochs
-    by_threads, launch = seconds_per_image(model, recipe) * trained, 0 if has_budget else LAUNCH_SECONDS
+    model = build()
+    by_threads = seconds_per_image(model, recipe) * images * recipe.epochs
     # A job shorter than the start of processes needs no second measurement.
-    is_short = not has_budget and by_threads < launch
-    by_processes = math.inf if is_short else seconds_per_image(model, recipe, ranks=cores) / cores * trained + launch
-    about = "" if has_budget else f" ({_about(min(by_threads, by_processes))})"
+    by_processes = math.inf
+    if by_threads >= LAUNCH_SECONDS or seconds is not None:
+        by_processes = seconds_per_image(model, recipe, ranks=cores) / cores * images * recipe.epochs
+    if seconds is None:
+        by_processes += LAUNCH_SECONDS
+        about = f" ({_about(min(by_threads, by_processes))})"
+    else:
+        # The start of processes takes its share of the budget.
+        by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
+        about = ""
     if by_processes < by_threads:
         devices = Devices(kind="cpu", indices=tuple(range(cores)))
         reason = f"--devices auto: using {cores} processes, one per core{about}"
         return Processes(devices=devices, threads=1, reason=reason)
     reason = f"--devices auto: using 1 process with {threads} threads{about}"
     return Processes(devices=devices, threads=threads, reason=reason)
+
+
+def _seconds_on_gpu(model: "nn.Module", recipe: Recipe, images: int) -> float:
+    """Return a rough estimate of the training time on one GPU."""
+    from flatout.engine.torch.accelerator import multiply_adds
+
+    operations = 3 * 2 * multiply_adds(model, recipe.image_sides, recipe.channels) * images * recipe.epochs
+    steps = images / recipe.batch_size * recipe.epochs
+    return max(operations / GPU_OPERATIONS, steps * GPU_STEP_SECONDS)
 
 
 def kept_devices(before: str, engine: str) -> tuple[str, str]:

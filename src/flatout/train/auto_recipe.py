@@ -44,6 +44,7 @@ BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 # The same for models that the user names, and for fine-tuning.
 EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
 FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
+FINE_TUNING_BATCHES = ((20_000, 32), (2**63, 64))
 
 # Assumed multiply-adds of a network when they cannot be counted.
 USUAL_OPERATIONS = 1_000_000_000
@@ -377,6 +378,7 @@ def _fitted_head(
         backbones,
         images=facts.every,
         training_images=facts.images,
+        batch_size=facts.by_images(FINE_TUNING_BATCHES),
         classes=facts.classes,
         ratio=facts.ratio,
         size=size,
@@ -412,7 +414,7 @@ def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
 def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
     """Return a recipe that fits the head, then trains layers with a low learning rate."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
-    batch = facts.by_images(((20_000, 32), (2**63, 64)))
+    batch = facts.by_images(FINE_TUNING_BATCHES)
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,

@@ -19,7 +19,7 @@ import torch
 
 from flatout.config import Augment, Recipe
 from flatout.engine.base import Evaluation
-from flatout.engine.torch.batches import TorchDataset
+from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.data.batches import epoch_batches, steps_per_epoch
+from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
 from flatout.distributed.world import Flag
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.metrics import NO_COUNTS
@@ -89,6 +89,8 @@ class _Loop:
     def __post_init__(self) -> None:
         self._images = len(self.splits["train"].samples)
         self._steps = steps_per_epoch(self._images, self.recipe.batch_size, self.recipe.drop_last)
+        recipe, samples = self.recipe, self.splits["train"].samples
+        self._batches_of = Ahead(lambda epoch: epoch_batches(recipe, samples, epoch))
 
     def run(self) -> str:
         progress = self.progress
@@ -114,7 +116,7 @@ class _Loop:
         recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
-        batches = epoch_batches(recipe, train.samples, epoch, first_step)
+        batches = epoch_batches(recipe, train.samples, epoch, first_step) if first_step else self._batches_of(epoch)
         train.begin_epoch(epoch)
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):

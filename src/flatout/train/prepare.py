@@ -276,8 +276,9 @@ def _choose_precision(
     make: "Callable[..., Engine]",
     log: RunLog,
 ) -> Recipe:
-    """Return the recipe with its number format: that of the continued run, or the fastest in measured steps."""
+    """Return the recipe with its number format: that of the continued run, or the fastest."""
     from flatout.engine.factory import precisions
+    from flatout.engine.torch.accelerator import precision_of_gpu
 
     formats = precisions(options.engine, world)
     if not recipe.epochs:
@@ -288,6 +289,9 @@ def _choose_precision(
         return recipe.override({"precision": continued.precision if continued.precision in formats else "auto"})
     if "bf16" not in formats:
         return recipe
+    if found := precision_of_gpu(formats, model, recipe):
+        log.note(f"precision = {found[0]}: {found[1] / 1e6:,.1f} million multiply-adds per image")
+        return recipe.override({"precision": found[0]})
     chosen, reason = fastest_precision(
         lambda one: make(copy.deepcopy(model), one, report=lambda sentence: None),
         splits["train"],

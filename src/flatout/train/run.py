@@ -119,14 +119,13 @@ def run_on_all_ranks(
             console.note(sentence)
             sentences.append(sentence)
         start, stop = pack.splits["train"]
-        has_budget = options.minutes is not None
         chosen = choose_processes(
             spec,
             request.recipe,
             stop - start,
             lambda: build_model(request, pack),
             options.engine,
-            has_budget=has_budget,
+            seconds=None if options.minutes is None else 60 * options.minutes,
         )
         if chosen.reason:
             console.note(chosen.reason)

@@ -8,17 +8,25 @@ import ctypes
 import os
 import sys
 import tempfile
+import warnings
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from flatout.data.batches import EVALUATION_BATCH
 from flatout.distributed.environment import wanted_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, physical_cores, processor_flags
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.config import Recipe
 
 # Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -33,12 +41,15 @@ class Accelerator:
         is_async: operations are queued, and reading a result synchronises.
         has_memory: it has its own memory, with asynchronous copies from pinned host memory.
         can_capture: steps can be captured as a graph.
+        has_batch_norm: torch has the kernels of its SyncBatchNorm.
         wide_float: the type for long sums.
+        evaluation_batch: the largest batch of an evaluation.
     """
 
-    is_host = has_memory = can_capture = False
+    is_host = has_memory = can_capture = has_batch_norm = False
     is_async = True
     wide_float = torch.float64
+    evaluation_batch = EVALUATION_BATCH
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,18 +81,26 @@ class Accelerator:
         if not self.is_host:
             torch.get_device_module(self.device).manual_seed(seed)
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty host tensor, pinned if that makes copies to the device asynchronous."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.has_memory)
+    def pinned(self, array: np.ndarray) -> torch.Tensor:
+        """Return a small array as a tensor of the host, from which it can be copied to the device asynchronously."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.has_memory else tensor
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         """Copy a small array to the device asynchronously."""
-        tensor = torch.from_numpy(array)
-        return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
+        return self.pinned(array).to(self.device, non_blocking=self.has_memory)
 
     def free_bytes(self) -> int:
-        """Return the free memory for tensors of the device."""
-        return torch.accelerator.get_memory_info(self.device)[0] if self.has_memory else available_memory()
+        """Return the free memory for tensors of the device; what torch keeps of freed tensors is free."""
+        if not self.has_memory:
+            return available_memory()
+        kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return torch.accelerator.get_memory_info(self.device)[0] + kept
+
+    def reset_peak(self) -> None:
+        """Measure the peak memory from here on."""
+        if self.has_memory:
+            torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of tensors on the device; None if that is the host's memory."""
@@ -93,15 +112,67 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def has_room_for_graph(self) -> bool:
-        """Whether a graph can keep the memory of a step while other steps run eagerly."""
+        """Whether a graph can keep the memory of a step, the peak since its reset, while other steps run eagerly."""
         held = torch.accelerator.memory_allocated(self.device)
-        reserved = torch.accelerator.memory_reserved(self.device)
-        step = torch.accelerator.max_memory_allocated(self.device) - held
-        return 2 * step <= self.free_bytes() + reserved - held
+        return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
+
+    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+        """Return a function that provides an empty host buffer of a shape, the last `count` of which are in use."""
+        return lambda shape, dtype: HostBuffer(torch.empty(shape, dtype=dtype), self.device)
+
+    def refusing_to_wait(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which waiting for the device raises RuntimeError, as in a capture, but without harm."""
+        return contextlib.nullcontext()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture the operations of a step without running them."""
+        """Capture the operations of a step without running them. Graphs of one accelerator share their memory."""
         raise NotImplementedError
+
+
+class HostBuffer:
+    """Memory of the host from which tensors are copied to a device.
+
+    Attributes:
+        tensor: the memory, to be filled.
+    """
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.tensor, self._device = tensor, device
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """Provide a copy on the device for the work that is queued inside the block."""
+        yield self.tensor.to(self._device)
+
+
+class PinnedBuffer(HostBuffer):
+    """Pinned memory and its copy on a GPU, made on a stream of copies beside the steps.
+
+    Without `wait`, the host would run ahead of a slow GPU, and pin more and more memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        super().__init__(tensor, stream.device)
+        self._stream, self._copied, self._used = stream, torch.cuda.Event(), torch.cuda.Event()
+        self._copy: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait until the last copy has ended, so that the memory can be filled again."""
+        self._copied.synchronize()
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[torch.Tensor]:
+        compute = torch.cuda.current_stream()
+        if self._copy is None:
+            self._copy = torch.empty_like(self.tensor, device=self._device)
+            self._used.record(compute)  # by tensors that had this memory before
+        self._stream.wait_event(self._used)
+        with torch.cuda.stream(self._stream):
+            self._copy.copy_(self.tensor, non_blocking=True)
+        self._copied.record(self._stream)
+        compute.wait_event(self._copied)
+        yield self._copy
+        self._used.record(compute)
 
 
 class CPU(Accelerator):
@@ -144,7 +215,10 @@ class MPS(Accelerator):
 class CUDA(Accelerator):
     """An NVIDIA GPU."""
 
-    has_memory = can_capture = True
+    has_memory = can_capture = has_batch_norm = True
+    # Smaller ones take as long as the launches of their kernels.
+    evaluation_batch = 2048
+    _pool: Any = None
 
     @property
     def name(self) -> str:
@@ -164,17 +238,51 @@ class CUDA(Accelerator):
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
         super().adapt_process(undo, precision, threads)
-        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
-        name, value = "fp32_precision", "ieee" if precision == "fp32" else "tf32"
-        for owner, setting, wanted in ((cudnn, "benchmark", True), (cudnn.conv, name, value), (products, name, value)):
-            undo.callback(setattr, owner, setting, getattr(owner, setting))
-            setattr(owner, setting, wanted)
+        cudnn, has_tf32 = torch.backends.cudnn, precision != "fp32"
+        for setting, wanted in (("benchmark", True), ("allow_tf32", has_tf32)):
+            undo.callback(setattr, cudnn, setting, getattr(cudnn, setting))
+            setattr(cudnn, setting, wanted)
+        # Not `fp32_precision`, after which torch's compiler cannot read this setting.
+        undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
+
+    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+        """See `Accelerator`. The buffers are pinned and used in turn."""
+        stream, ring = torch.cuda.Stream(self.device), deque["PinnedBuffer"](maxlen=count)
+
+        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> "PinnedBuffer":
+            if len(ring) < count:
+                ring.append(PinnedBuffer(torch.empty(shape, dtype=dtype, pin_memory=True), stream))
+            else:
+                ring.rotate(-1)
+                ring[-1].wait()
+            return ring[-1]
+
+        return buffer
+
+    @contextlib.contextmanager
+    def refusing_to_wait(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # The prefetching thread may allocate pinned memory during capture, so only this thread's calls are checked.
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            step()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # The prefetching thread may allocate pinned memory during capture, so only this thread's calls are checked.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        except BaseException:
+            # Up to torch 2.11 the generator stays in the state of a capture, and every later dropout raises an error.
+            generator = torch.cuda.default_generators[stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return graph
 
 
@@ -207,6 +315,8 @@ PRECISIONS = {
 }
 # bfloat16 is chosen if it makes a step faster by at least this factor.
 BF16_WORTH = 1.2
+# From this number of multiply-adds per image on, a GPU computes in bfloat16.
+BF16_OPERATIONS = 10_000_000
 
 Place = Literal["device", "memory", "disk"]
 
@@ -257,6 +367,29 @@ def choose_precision(accelerator: Accelerator, wanted: str) -> str:
             "use --set precision=auto"
         )
     return available[0] if wanted == "auto" else wanted
+
+
+def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe") -> tuple[str, int] | None:
+    """Return the number format for a model on a GPU with TF32, and the model's multiply-adds per image.
+
+    None for other devices. Nothing is measured, which would take seconds: bfloat16 is faster if there is much to
+    compute, and only adds conversions to small networks, whose kernels take as long as their launches.
+    """
+    if formats[0] != "tf32" or "bf16" not in formats:
+        return None
+    operations = multiply_adds(model, recipe.image_sides, recipe.channels)
+    return "bf16" if operations >= BF16_OPERATIONS else "tf32", operations
+
+
+def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: int) -> int:
+    """Return the multiply-adds of convolutions and matrix products for one image, on the host."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    was_training = model.training
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, channels, *image_sides))
+    model.train(was_training)
+    return counter.get_total_flops() // 2
 
 
 def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[object]:

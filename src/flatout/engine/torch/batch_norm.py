@@ -31,6 +31,7 @@ class BatchNorm:
     Args:
         world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
         on_host: whether on a CPU, where torch's kernel is fast only for some numbers of channels.
+        has_kernels: whether torch has the kernels of its SyncBatchNorm for the device.
 
     Attributes:
         batch_size: samples of this rank in the batch, padding included.
@@ -39,15 +40,16 @@ class BatchNorm:
         is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
         micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
+        normalised_others: whether it has asked for those of something other than its batch.
 
     These numbers are constants of a captured step: batches with other numbers run eagerly, on all ranks.
     """
 
-    def __init__(self, world: World = ALONE, *, on_host: bool = True) -> None:
-        self.world, self.on_host = world, on_host
+    def __init__(self, world: World = ALONE, *, on_host: bool = True, has_kernels: bool = False) -> None:
+        self.world, self.on_host, self.has_kernels = world, on_host, has_kernels
         self.batch_size = self.count = self.total = self.micro_batch = 0
         self.is_padded = False
-        self.was_used = False
+        self.was_used = self.normalised_others = False
 
     def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
         """Prepare for a forward pass."""
@@ -76,6 +78,7 @@ class BatchNorm:
                 "device together; leave micro_batch out"
             )
         world, is_batch, channels = self.world, x.shape[0] == self.batch_size, x.shape[1]
+        self.normalised_others |= training and not is_batch
         is_plain = not (is_batch and self.is_padded)
         count = self.count if is_batch else x.shape[0]
         total = count
@@ -88,6 +91,9 @@ class BatchNorm:
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
         if not training or (is_plain and is_fast and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        if is_plain and self.has_kernels:
+            statistics = (running_mean, running_var, momentum)
+            return _NormaliseOnGPU.apply(x, weight, bias, eps, statistics, world)  # pyright: ignore[reportReturnType]
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
         if is_plain and self.on_host and x.dtype in (torch.float32, torch.bfloat16):
@@ -202,6 +208,50 @@ class _NormaliseByKernel(torch.autograd.Function):
         shift, slope = (row.to(x.dtype) for row in (shift - mean * slope, slope))
         corrected = torch.addcmul(shift, values, slope).add_(grad_x)
         return rows.back(corrected), own[1], own[0], None, None, None
+
+
+class _NormaliseOnGPU(torch.autograd.Function):
+    """`_Normalise` for batches without padding, by the kernels of torch's SyncBatchNorm.
+
+    They read x in its own number format, twice in each direction, and exchange statistics once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        statistics: tuple[torch.Tensor | None, torch.Tensor | None, float],
+        world: World,
+    ) -> torch.Tensor:
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            x = x.contiguous()
+        own = torch.batch_norm_stats(x, eps)
+        count = own[0].new_full((1,), x.numel() // x.shape[1])
+        channels = x.shape[1]
+        means, inverses, counts = world.all_gather(torch.cat([*own, count])).split([channels, channels, 1], dim=1)
+        counts = counts.flatten()
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            x, means.contiguous(), inverses.contiguous(), *statistics, eps, counts
+        )
+        ctx.save_for_backward(x, weight, mean, inverse, counts.int())
+        ctx.world = world
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+        x, weight, mean, inverse, counts = ctx.saved_tensors
+        layout = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+        grad_y = grad_y.contiguous(memory_format=layout)
+        sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            grad_y, x, mean, inverse, weight, True, True, True
+        )
+        sums = ctx.world.all_reduce(torch.stack([sum_dy, sum_dy_xmu]))
+        grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, sums[0], sums[1], counts)
+        # This rank's part of the gradients of weight and bias; all-reduced with the other gradients of the model.
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Rows:

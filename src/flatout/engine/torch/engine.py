@@ -26,7 +26,8 @@ from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
 from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.batches import DeviceBatch, DeviceImages, TorchDataset, place
+from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
+from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import (
     COPIES_OF_WEIGHTS,
     BucketedAllReduce,
@@ -40,6 +41,7 @@ from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, Ne
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import task_of
+from flatout.utils.errors import is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class TorchEngine:
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
             self._build(model, capture=capture, cache_prefix=cache_prefix, head=head)
@@ -106,7 +109,8 @@ class TorchEngine:
         self.model = self._distribute(model)
         set_train_mode(self.model, self.recipe.norm)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._batch_norm = BatchNorm(world if recipe.norm == "global" else ALONE, on_host=accelerator.is_host)
+        normalised = world if recipe.norm == "global" else ALONE
+        self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
         self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
@@ -117,7 +121,9 @@ class TorchEngine:
         else:
             self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
-        self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps) if recipe.ema else None
+        self._average = None
+        if recipe.ema:
+            self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
@@ -172,6 +178,11 @@ class TorchEngine:
             is_async=self.setup.accelerator.is_async,
         )
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are captured as graphs, or will be."""
+        return self._captured is not None and not self._captured.is_off
+
     def describe(self) -> list[str]:
         sentences = [self.setup.describe()]
         if self.world.is_joined:
@@ -188,10 +199,11 @@ class TorchEngine:
         here = self.world.local_size
         return TorchDataset(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
 
-    def train_step(self, source: DeviceImages, inputs: DeviceBatch, learning_rate: float, seed: int) -> None:
+    def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
+        """Compute a step; see `DeviceDataset.train_step`."""
         began = self.world.seconds
         if self._micro_batches == 0:
-            self._choose_micro_batches(source, inputs)
+            self._choose_micro_batches(source, inputs.read())
         # Dropout must differ between ranks, like their samples.
         self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
@@ -203,13 +215,15 @@ class TorchEngine:
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
-    def _step(self, source: DeviceImages, inputs: DeviceBatch) -> None:
+    def _step(self, source: DeviceImages, inputs: Step) -> None:
         """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
+        batch = inputs.read()
+        inputs.table.advance()
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
         for number in range(self._micro_batches):
             self._gradients.is_last_micro_batch = number == self._micro_batches - 1
-            sums += self._backward(source, inputs.micro_batch(number, self._micro_batches), self._batch_norm)
+            sums += self._backward(source, batch.micro_batch(number, self._micro_batches), self._batch_norm)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
         if self.recipe.clip_norm:
@@ -223,9 +237,10 @@ class TorchEngine:
         """Accumulate the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
+        images = self.input.of_batch(source, inputs)  # resampled in 32 bits: bfloat16 moves pixels
         with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
             network = self.cut.train_suffix if self.cut else self.model
-            logits = network(self.input.of_batch(source, inputs))
+            logits = network(images)
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
@@ -324,7 +339,7 @@ class TorchEngine:
         self._gradients.is_last_micro_batch = False
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
-            self._backward(source, inputs, alone)
+            self._try_backward(source, inputs, alone)
         finally:
             self._batch_norm.was_used |= alone.was_used
             self._forget_gradients()
@@ -332,6 +347,24 @@ class TorchEngine:
             with torch.no_grad():
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
+
+    def _try_backward(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
+        """Compute a micro-batch; if it waits for the device, the step is not captured: that would fail later."""
+        captured = self._captured
+        if captured is None or captured.is_off:
+            self._backward(source, inputs, alone)
+            return
+        try:
+            with self.setup.accelerator.refusing_to_wait():
+                self._backward(source, inputs, alone)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            captured.refuse(error)
+            self._forget_gradients()
+            self._backward(source, inputs, alone)
+        if alone.normalised_others and self.world.is_joined:
+            captured.refuse("the ranks exchange the length of what the model normalises besides its batch")
 
     # --- results and state ----------------------------------------------------------------------------------------
 
@@ -412,3 +445,4 @@ class TorchEngine:
         self._release_graph()
         self._gradients.close()
         self._undo.close()
+        self.setup.accelerator.empty_cache()

@@ -25,7 +25,13 @@ from flatout.data.batches import Batch, Split
 from flatout.distributed.environment import Launched
 from flatout.distributed.shared_memory import SharedMemory
 from flatout.distributed.world import World
-from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, choose_precision, cpu_threads
+from flatout.engine.torch.accelerator import (
+    BF16_WORTH,
+    accelerator_of,
+    choose_precision,
+    cpu_threads,
+    precision_of_gpu,
+)
 from flatout.engine.torch.engine import TorchEngine
 from flatout.utils.errors import RankLost, TrainingFailed
 
@@ -58,7 +64,9 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     ranks = min(ranks, recipe.batch_size)  # more ranks than images are refused where the run begins
     accelerator = accelerator_of(torch.device(device))
     formats = [choose_precision(accelerator, recipe.precision)]
-    if recipe.precision == "auto" and "bf16" in accelerator.precisions():
+    if recipe.precision == "auto" and (found := precision_of_gpu(accelerator.precisions(), model, recipe)):
+        formats = [found[0]]
+    elif recipe.precision == "auto" and "bf16" in accelerator.precisions():
         formats.append("bf16")
     middle = [0.5] * recipe.channels
     recipe = recipe.override(
@@ -148,11 +156,11 @@ class ForkedWorld(World):
         """See `World`."""
         return self.all_gather_object(value)[0]
 
-    def all_gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """See `World`. There is no process group: the ranks add up tables that hold only their own rows."""
         table = torch.zeros(self.size, *rows.shape, dtype=rows.dtype)
         table[self.rank] = rows
-        return list(self.all_reduce(table))
+        return self.all_reduce(table)
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """See `World`."""

@@ -173,13 +173,14 @@ class WeightAverage:
         model: on its device, with the initial weights.
         decay: the weight of the old average in each step.
         steps: the step count at the start.
+        is_async: whether the device has queues; then few large operations are faster than one for each tensor.
 
     Attributes:
         tensors: the averages by name, and the number of steps, [] on the device.
     """
 
-    def __init__(self, model: nn.Module, decay: float, steps: int) -> None:
-        self._decay = decay
+    def __init__(self, model: nn.Module, decay: float, steps: int, *, is_async: bool) -> None:
+        self._decay, self._is_async = decay, is_async
         self._weights = {f"ema.{name}": value.detach() for name, value in model.state_dict().items()}
         self.tensors = {name: value.clone() for name, value in self._weights.items()}
         device = next(iter(self.tensors.values())).device
@@ -190,9 +191,19 @@ class WeightAverage:
         """Update the average after a step."""
         self._steps += 1
         share = 1 - torch.clamp((1 + self._steps) / (10 + self._steps), max=self._decay)
-        for name, value in self._weights.items():
-            average, value = local(self.tensors[name]), local(value)
-            average.lerp_(value, share.to(value.dtype)) if value.is_floating_point() else average.copy_(value)
+        pairs = [(local(self.tensors[name]), local(value)) for name, value in self._weights.items()]
+        for average, value in pairs:
+            if not value.is_floating_point():
+                average.copy_(value)
+        averages, values = zip(*((a, v) for a, v in pairs if v.is_floating_point()), strict=True)
+        if self._is_async:
+            # torch.optim's own way to a few large operations; `_foreach_lerp_` would need the share on the host.
+            changes = torch._foreach_sub(values, averages)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(changes, share)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(averages, changes)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            for average, value in zip(averages, values, strict=True):
+                average.lerp_(value, share.to(value.dtype))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

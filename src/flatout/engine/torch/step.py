@@ -18,10 +18,10 @@ from flatout.config import Recipe
 from flatout.engine import augment
 from flatout.engine.metrics import Counts
 from flatout.engine.torch.accelerator import Accelerator
-from flatout.engine.torch.batches import DeviceBatch, DeviceImages
+from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step
 from flatout.models.layers import Cut
 from flatout.tasks.base import Task
-from flatout.utils.errors import InputError
+from flatout.utils.errors import InputError, RankLost, causes, first_line
 
 
 class NetworkInput:
@@ -190,17 +190,20 @@ class CapturedStep:
     """Runs a step eagerly a few times, then captures it as a graph and replays it.
 
     The step reads its inputs from tensors that stay in place, and must not wait for the device. Its Python numbers
-    become constants of the graph, so batches with other numbers (the short last batch of an epoch) run eagerly; all
-    ranks agree on these batches. If the capture fails, all steps run eagerly, and the reason is reported once.
+    become constants of a graph, so steps with other numbers (on the short last batch of an epoch) have graphs of their
+    own; all ranks agree on these numbers. If a capture fails, all steps run eagerly, and the reason is reported once.
 
     Args:
         step: computes a batch of a split.
         forget_gradients: sets every gradient to None, so that the backward pass allocates new ones.
+
+    Attributes:
+        is_off: whether all steps run eagerly.
     """
 
     def __init__(
         self,
-        step: Callable[[DeviceImages, DeviceBatch], None],
+        step: Callable[[DeviceImages, Step], None],
         forget_gradients: Callable[[], None],
         accelerator: Accelerator,
         report: Callable[[str], None],
@@ -208,45 +211,57 @@ class CapturedStep:
         self._step, self._forget_gradients = step, forget_gradients
         self._accelerator, self._report = accelerator, report
         self._seen: Counter[tuple[int, ...]] = Counter()
-        self._graph, self._is_off = None, False
-        self._constants: tuple[int, ...] = ()
-        self._inputs: DeviceBatch | None = None
+        # By the constants of the step: the graph, and the step whose streamed images it reads.
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.is_off = False
         self._source: DeviceImages | None = None
 
-    def __call__(self, source: DeviceImages, inputs: DeviceBatch) -> None:
+    def __call__(self, source: DeviceImages, inputs: Step) -> None:
         """Run the step once."""
         constants = inputs.constants
         if source is not self._source:
             self.release()
             self._source = source
-        if self._graph is None and not self._is_off and self._seen[constants] == EAGER_STEPS:
-            self._record(source, inputs)
-        if self._graph is not None and constants == self._constants:
-            assert self._inputs is not None
-            self._inputs.copy_(inputs)
-            self._graph.replay()
+        if constants not in self._graphs and not self.is_off:
+            # After the first graph, everything is initialised.
+            seen, wanted = self._seen[constants], 1 if self._graphs else EAGER_STEPS
+            if seen == wanted - 1:
+                self._accelerator.reset_peak()
+            if seen >= wanted:
+                self._record(source, inputs)
+        if constants in self._graphs:
+            graph, static = self._graphs[constants]
+            static.copy_images(inputs)
+            graph.replay()
             return
         self._seen[constants] += 1
         self._forget_gradients()
         self._step(source, inputs)
 
-    def _record(self, source: DeviceImages, inputs: DeviceBatch) -> None:
+    def _record(self, source: DeviceImages, inputs: Step) -> None:
         self._forget_gradients()
-        static = inputs.clone()
+        static = inputs.with_own_images()
         try:
             if not self._accelerator.has_room_for_graph():
                 raise RuntimeError("too little memory for a graph beside eager steps")
-            self._graph = self._accelerator.capture(lambda: self._step(source, static))
-        except RuntimeError as error:
-            self._is_off = True
-            self._report(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
+            graph = self._accelerator.capture(lambda: self._step(source, static))
+        except (RuntimeError, RankLost) as error:
+            # The end of the failed capture raises an error, too; a collective in it seems to have lost its peers.
+            self.refuse(causes(error)[-1])
             return
-        self._inputs, self._constants = static, inputs.constants
-        self._report("the whole step runs as one CUDA graph")
+        if not self._graphs:
+            self._report("the whole step runs as one CUDA graph")
+        self._graphs[inputs.constants] = graph, static
+
+    def refuse(self, reason: BaseException | str) -> None:
+        """Run all steps eagerly from here on, and report the reason."""
+        self.is_off = True
+        text = first_line(reason) if isinstance(reason, BaseException) else reason
+        self._report(f"the step runs without a CUDA graph: {text}")
 
     def release(self) -> None:
-        """Free the graph, so that its communicator can be closed; later steps are captured again."""
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph = None
+        """Free the graphs, so that their communicator can be closed; later steps are captured again."""
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
         self._seen.clear()

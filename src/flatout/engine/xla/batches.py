@@ -15,10 +15,9 @@ import numpy as np
 
 from flatout.data.batches import Batch, Split, block_size, evaluation_batches, prefetch, read_ahead
 from flatout.distributed.world import World
-from flatout.engine.augment import Transforms, epoch_transforms, training_size
+from flatout.engine.augment import NOT_AUGMENTED, Transforms, epoch_transforms, training_size
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
-from flatout.engine.torch.batches import NOT_AUGMENTED
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import DeviceBatch
 from flatout.utils.host import available_memory

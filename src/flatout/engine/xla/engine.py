@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
-from flatout.data.batches import Split, evaluation_batches, prefetch
+from flatout.data.batches import EVALUATION_BATCH, Split, evaluation_batches, prefetch
 from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
 from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.torch.batches import EVALUATION_BATCH
 from flatout.engine.xla import optim
 from flatout.engine.xla.batches import HostBatches, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache

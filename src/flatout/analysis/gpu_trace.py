@@ -1,0 +1,246 @@
+"""The operations and the memory of one step of a network on a GPU, traced on tensors without data.
+
+The step runs on torch's `meta` device: shapes and dtypes are computed, numbers are not, so a trace takes about a second
+on any machine. Two things of CUDA that `meta` lacks are replaced: autocast, and attention as one operation.
+"""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What CUDA's autocast computes in 16 bits and in fp32; other functions take their arguments as they are. Source:
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
+_AUTOCAST = {
+    "half": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d linear prelu matmul __matmul__ __rmatmul__ mm bmm"
+    " addmm addbmm baddbmm einsum scaled_dot_product_attention",
+    "full": "exp log log1p log2 pow __pow__ __rpow__ reciprocal rsqrt cumsum cumprod sum prod norm cosine_similarity"
+    " normalize softmax log_softmax layer_norm group_norm rms_norm cross_entropy nll_loss mse_loss huber_loss softplus"
+    " binary_cross_entropy_with_logits",
+}
+_AUTOCAST_OF = {name: which for which, names in _AUTOCAST.items() for name in names.split()}
+# CUDA's caching allocator rounds sizes up to a multiple of this many bytes.
+ALLOCATION_BYTES = 512
+
+# Operations by what decides their efficiency; those that are not listed are elementwise.
+_KINDS = {
+    "norm": "native_batch_norm native_batch_norm_backward native_layer_norm native_layer_norm_backward"
+    " native_group_norm native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward",
+    "reduction": "sum mean var amax cumsum linalg_vector_norm _softmax _safe_softmax _log_softmax"
+    " _softmax_backward_data _log_softmax_backward_data",
+    "move": "clone _to_copy copy_ cat stack index roll constant_pad_nd select_backward slice_backward",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The kernel of an operation; equal ones are counted.
+
+    Attributes:
+        kind: `conv`, `depthwise`, each also with `-dgrad` or `-wgrad` (the gradient of images or weights), `matmul`,
+            `attention`, `norm`, `reduction`, `pool`, `move`, `elementwise` or `update`.
+        flops: floating-point operations, two for a multiply-add.
+        bytes, largest: read and written, and those of the largest tensor.
+        batch, m, n, k: a convolution or product is `batch` products of [m, k] and [k, n]; 0 for others.
+        half: whether the result has 16 bits.
+    """
+
+    kind: str
+    bytes: int
+    largest: int
+    flops: float = 0.0
+    batch: int = 0
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    half: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A step of `batch` images: its calls with their numbers, and the most bytes of tensors alive at once."""
+
+    batch: int
+    calls: dict[Call, int]
+    parameters: int
+    peak_bytes: int
+
+
+def trace(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    train: bool,
+    half: bool = True,
+    states: int = 1,
+) -> Trace:
+    """Run a step of a network and record what it does.
+
+    Args:
+        model: on the device `meta`.
+        shape: of the images, [N, C, H, W].
+        loss: from the logits [N, K] to a number.
+        train: forward pass, gradients and update; otherwise the forward pass of evaluation.
+        half: 16-bit autocast; otherwise fp32.
+        states: numbers that the optimizer keeps for each parameter.
+    """
+    recorder = _Recorder()
+    for tensor in (*model.parameters(), *model.buffers()):
+        recorder.hold(tensor)
+    with torch.set_grad_enabled(train), recorder, _CudaFunctions(half):
+        images = torch.empty(shape, device="meta")
+        logits = model.train(train)(images)
+        if train:
+            loss(logits).backward()
+    model.zero_grad()
+    peak, calls = recorder.peak, recorder.calls
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if train:
+        # A fused optimizer reads weights, gradients and states, and writes weights and states.
+        size = 4 * parameters
+        peak += size * states
+        calls[Call(kind="update", bytes=size * (3 + 2 * states), largest=size)] += 1
+    return Trace(batch=shape[0], calls=dict(calls), parameters=parameters, peak_bytes=peak)
+
+
+class _CudaFunctions(TorchFunctionMode):
+    """Autocast and fused attention of CUDA."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        self.half = half
+        # Autocast keeps the 16-bit copy of each weight for the whole step.
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self.half and name in _AUTOCAST_OF:
+            cast = self._to_half if _AUTOCAST_OF[name] == "half" else _to_full
+            args, kwargs = map(cast, args), {key: cast(value) for key, value in kwargs.items()}
+        return (_attention if func is functional.scaled_dot_product_attention else func)(*args, **kwargs)
+
+    def _to_half(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._to_half(item) for item in value]
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(torch.bfloat16)
+        if value not in self.copies:
+            self.copies[value] = value.to(torch.bfloat16)
+        return self.copies[value]
+
+
+def _to_full(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    if query.ndim != 4 or options.get("enable_gqa"):
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attend(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the kernels that operations start, and the bytes of tensors alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+        self.live = self.peak = 0
+        self.held: set[int] = set()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a tensor until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.held:
+            size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+            self.held.add(storage._cdata)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, storage._cdata, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self.held.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        ins, outs = _tensors((args, kwargs)), _tensors(out)
+        given = {tensor.untyped_storage()._cdata for tensor in ins}
+        is_view = not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in given for tensor in outs)
+        for tensor in outs:
+            self.hold(tensor)
+        name = func.overloadpacket.__name__
+        if outs and not is_view and not name.startswith(("empty", "new_empty", "detach", "lift")):
+            self.calls.update(_calls(name, args, [*ins, *outs], outs[0].itemsize == 2))
+        return out
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+
+
+def _calls(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor], half: bool) -> Iterator[Call]:
+    """Yield the kernels of an operation; `tensors` are its arguments, then its results."""
+    if name == "convolution":
+        yield _convolution("", args[0], args[1], tensors[-1], args[8])
+    elif name == "convolution_backward":
+        for is_wanted, which in zip(args[10], ("-dgrad", "-wgrad"), strict=False):
+            if is_wanted:
+                yield _convolution(which, args[1], args[2], args[0], args[9])
+    elif name in ("mm", "addmm", "bmm", "baddbmm"):
+        left, right = args[-2:] if name in ("mm", "bmm") else args[1:3]
+        batch, (m, k), n = math.prod(left.shape[:-2]), left.shape[-2:], right.shape[-1]
+        yield _call("matmul", tensors, flops=2.0 * batch * m * n * k, batch=batch, m=m, n=n, k=k, half=half)
+    elif "scaled_dot_product" in name:
+        # Two products, five for the gradient; the mask is read as it is stored.
+        is_gradient = name.endswith("backward")
+        query, key = args[1:3] if is_gradient else args[:2]
+        flops = (10.0 if is_gradient else 4.0) * query.numel() * key.shape[2]
+        yield _call("attention", tensors, flops=flops, half=half)
+    else:
+        yield _call("pool" if "pool" in name else _KIND_OF.get(name, "elementwise"), tensors, half=half)
+
+
+def _convolution(which: str, images: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> Call:
+    """Return a convolution, or one of its gradients, as the products of an implicit GEMM."""
+    taps, (filters, channels) = math.prod(weight.shape[2:]), (weight.shape[0] // groups, weight.shape[1])
+    ins, outs = images.numel() // images.shape[1], out.numel() // out.shape[1]
+    if out.shape[1] != weight.shape[0]:
+        # A transposed convolution is the gradient of one whose images are the result.
+        ins, outs = outs, ins
+    sizes = {"": (outs, filters, channels * taps), "-dgrad": (ins, channels, filters * taps)}
+    m, n, k = sizes.get(which, (filters, channels * taps, outs))
+    kind = ("depthwise" if channels == 1 and groups > 1 else "conv") + which
+    flops = 2.0 * groups * outs * filters * channels * taps
+    half = out.itemsize == 2
+    return _call(kind, (images, weight, out), flops=flops, batch=groups, m=m, n=n, k=k, half=half)
+
+
+def _call(kind: str, tensors: Sequence[torch.Tensor], **figures: Any) -> Call:
+    # An expanded tensor is smaller than its shape.
+    sizes = [min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors]
+    return Call(kind=kind, bytes=sum(sizes), largest=max(sizes), **figures)

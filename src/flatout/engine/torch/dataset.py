@@ -1,0 +1,427 @@
+"""A split placed for the torch engine: its training steps and its evaluation.
+
+Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice, tee
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
+from flatout.engine import augment
+from flatout.engine.base import Evaluation, Keep
+from flatout.engine.torch.accelerator import Accelerator, allocate
+from flatout.engine.torch.batches import TABLE_STEPS, DeviceBatch, DeviceImages, Step, StepTable, Streamed
+from flatout.engine.torch.step import CapturedStep
+from flatout.models.features import caught
+from flatout.models.heads import FeatureNetwork, Head
+
+if TYPE_CHECKING:
+    from flatout.distributed.world import World
+    from flatout.engine.torch.engine import TorchEngine
+
+
+class TorchDataset:
+    """See `DeviceDataset`."""
+
+    def __init__(self, engine: "TorchEngine", images: DeviceImages) -> None:
+        self._engine, self._images = engine, images
+        recipe, count, block = engine.recipe, len(images.samples), block_size(engine.recipe, images.samples)
+        self._transforms_of = Ahead(lambda epoch: augment.epoch_transforms(recipe, epoch, count, block) or {})
+        # For training or evaluation, by samples of this rank in a batch.
+        self._tables: dict[tuple[bool, int], StepTable] = {}
+        self.samples = images.samples
+        self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
+        # The network's input by view of the images.
+        self._views: dict[int, DeviceImages] = {}
+        if engine.cut is None:
+            self._views[augment.NOT_AUGMENTED] = images
+
+    @functools.cached_property
+    def source(self) -> DeviceImages:
+        """The network's input in training."""
+        return self._view(augment.NOT_AUGMENTED, {})
+
+    @functools.cached_property
+    def _mirrored(self) -> "TorchDataset":
+        """The split with mirrored images."""
+        return self._engine.place(self.samples.mirrored())
+
+    def _view(self, view: int, transforms: augment.Transforms) -> DeviceImages:
+        """Return the images; or the output of the frozen prefix for a view, computed the first time."""
+        if view not in self._views:
+            _copy_tables(transforms, self._images)
+            self._views[view] = self._through_prefix()
+            self._images.transforms.clear()
+        return self._views[view]
+
+    def _through_prefix(self) -> DeviceImages:
+        """Return the output of the frozen prefix for the images, augmented by the tables of `_images`, if any."""
+        engine, images = self._engine, self._images
+
+        def outputs() -> Iterator[torch.Tensor]:
+            for inputs in self._batches(images, equally_many=True):
+                rows = images.transforms_of(inputs.samples)
+                normalised = engine.input.normalised(images.images_of(inputs), rows)
+                with torch.no_grad(), engine.setup.autocast():
+                    yield engine.prefix(normalised, len(images.samples))
+
+        wanted = engine.recipe.data.placement
+        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
+        if isinstance(features, torch.Tensor):
+            return replace(images, images=features, transforms={})
+        samples = Split(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
+        return replace(images, samples=samples, images=None, transforms={})
+
+    def features(self) -> np.ndarray | None:
+        if self._engine.cut is None:
+            return None
+        source = self._view(augment.NOT_AUGMENTED, {})
+        return source.samples.images if source.images is None else source.images.float().cpu().numpy()
+
+    @torch.no_grad()
+    def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
+        """Return the head's input for images or their mirror images, float32 [N, F], through the cached prefix."""
+        engine, split = self._engine, self._mirrored if mirrored else self
+        assert engine.cut is not None
+        source, rows = split._view(augment.NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
+        network: Callable[[torch.Tensor], torch.Tensor] | None = None
+        for inputs in split._batches(source, equally_many=False):
+            images = engine.input.of(source.images_of(inputs)).float()
+            network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
+            start, real = int(inputs.batch.samples[0]), inputs.batch.count
+            rows.put(slice(start, start + real), network(images)[:real].float())
+        found = rows.gather()
+        assert found is not None
+        return found
+
+    def compile(self) -> None:
+        """See `DeviceDataset.compile`. Nothing is compiled; the frozen prefix is computed for all views."""
+        recipe = self._engine.recipe
+        if self._engine.cut:
+            for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
+                self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See `DeviceDataset.begin_epoch`. The output of a frozen prefix is computed once for each view."""
+        engine = self._engine
+        engine.metric_sums.begin_epoch()
+        transforms = self._transforms_of(epoch)
+        if engine.cut is None:
+            size = augment.training_size(engine.recipe, epoch)
+            if self.source.size not in (None, size):
+                engine.forget_shapes()
+            self.source.size, self.source.partners = size, transforms.get("partner")
+            _copy_tables(transforms, self.source)
+        elif transforms and not self._mirror(transforms):
+            self._change_view(self._view(epoch % engine.recipe.augment.views, transforms))
+        else:
+            _ = self.source
+
+    def _mirror(self, transforms: augment.Transforms) -> bool:
+        """Train on cached output for images or their mirror images, if these are the only views and on the device."""
+        recipe = self._engine.recipe
+        if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
+            return False
+        plain = self._view(augment.NOT_AUGMENTED, {}).images
+        mirrored = None if plain is None else self._mirrored._view(augment.NOT_AUGMENTED, {}).images
+        if plain is None or mirrored is None:
+            return False
+        self._change_view(self._view(augment.NOT_AUGMENTED, {}))
+        chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
+        assert self.source.images is not None
+        self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
+        return True
+
+    def _change_view(self, chosen: DeviceImages) -> None:
+        """Train on a view from now on; captured steps read it at the same address."""
+        if "source" not in vars(self):
+            own = None if chosen.images is None else torch.empty_like(chosen.images)
+            self.source = replace(chosen, images=own)
+        self.source.samples = chosen.samples
+        if self.source.images is not None:
+            assert chosen.images is not None
+            self.source.images.copy_(chosen.images)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        world, source = self._engine.world, self.source
+        batches, again = tee(batches)
+        steps = self._steps(batches, is_training=True)
+        if source.images is None:
+            read = read_ahead(source.samples, again, world.local_rank, world.local_size)
+            steps = (step for _, step in zip(read, steps, strict=True))
+        return source.stream(steps, self._engine.setup.accelerator, is_training=True)
+
+    def _steps(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Step]:
+        """Yield steps on batches, all of one size: this rank's share in training, else the whole."""
+        world, batches, classes = self._engine.world, iter(batches), self._weights if is_training else None
+
+        def weights_of(batch: Batch) -> np.ndarray:
+            return batch.weights if classes is None else batch.weights * classes[batch.samples]
+
+        while chunk := list(islice(batches, TABLE_STEPS)):
+            shares = [batch.part(world.rank, world.size) for batch in chunk] if is_training else chunk
+            samples = np.stack([share.samples for share in shares])
+            columns = {
+                "samples": samples,
+                "weights": np.stack([weights_of(share) for share in shares]),
+                "total_weight": np.stack([weights_of(batch).sum(keepdims=True) for batch in chunk]),
+            }
+            if is_training and self.source.partners is not None:
+                columns["partners"] = self.source.partners[samples].astype(np.int64)
+            place = is_training, samples.shape[1]
+            if place not in self._tables:
+                self._tables[place] = StepTable(columns, self._engine.setup.accelerator)
+            for batch, share in zip(chunk, shares, strict=True):
+                yield Step(
+                    batch=share,
+                    total=batch.count,
+                    is_padded=batch.count < len(batch.samples),
+                    table=self._tables[place],
+                    rows=columns if batch is chunk[0] else None,
+                )
+
+    def train_step(self, inputs: Step, learning_rate: float, seed: int) -> None:
+        engine, source = self._engine, self.source
+        if engine.recorder:
+            samples = inputs.batch.samples[: inputs.batch.count]
+            rows = source.transforms_of(engine.setup.accelerator.put(samples))
+            engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
+        inputs.begin()
+        engine.train_step(source, inputs, learning_rate, seed)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
+        """See `DeviceDataset.evaluate`. Losses are those of the recipe, without class weights."""
+        # Evaluations of more than metrics follow the training.
+        is_last = with_probabilities or with_logits or keep_features is not None
+        engine = self._engine
+        if engine.is_captured and not is_last and not tta:
+            engine.synchronise_buffers()
+            source = self._view(augment.NOT_AUGMENTED, {})
+            return self._scores.evaluate(source, self._evaluation_steps(source), self.samples.labels)
+        task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
+        sources, logits_of = self._evaluated(tta=tta)
+        engine.synchronise_buffers()
+        loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
+        names += ["features"] * (keep_features is not None)
+        rows = {name: _Rows(len(self.samples), world) for name in names}
+        with contextlib.ExitStack() as stack:
+            network: Any = stack.enter_context(engine.evaluation_network())
+            features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            # After cached output, little computation remains: preparing ONNX Runtime would take longer.
+            is_whole = engine.cut is None and engine.setup.precision == "fp32"
+            if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
+                from flatout.models.features import FrozenClassifier
+
+                network = features = FrozenClassifier(engine.model, network, engine.threads)
+            batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
+            for inputs, *others in zip(*batches, strict=True):
+                start, real = int(inputs.batch.samples[0]), inputs.batch.count
+                read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
+                with engine.setup.autocast():
+                    logits = logits_of(network, *read)[:real]
+                targets = sources[0].targets.index_select(0, inputs.samples[:real])
+                loss_sum += engine.losses.of(engine.task, logits, targets).sum()
+                where = slice(start, start + real)
+                rows["predicted"].put(where, task.predicted(logits))
+                if with_probabilities:
+                    rows["probabilities"].put(where, task.probabilities(logits))
+                if with_logits:
+                    rows["logits"].put(where, logits.float())
+                if features and keep_features and (found := features.take()) is not None:
+                    kept = keep_features(found[:real].cpu().numpy())
+                    rows["features"].put(where, torch.from_numpy(kept).to(accelerator.device))
+        tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
+        return Evaluation(
+            **{"probabilities": None, **tables},
+            task=task,
+            loss_sum=float(world.all_reduce(loss_sum)),
+            labels=self.samples.labels,
+        )
+
+    @functools.cached_property
+    def _scores(self) -> "RecordedScores":
+        return RecordedScores(self._engine, len(self.samples))
+
+    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
+        """Yield the steps of this rank's evaluation batches."""
+        batches, is_one_less = self._own_batches(len(source.samples))
+        steps = self._steps(batches, is_training=False)
+        return self._checked(source.stream(steps, self._engine.setup.accelerator, is_training=False), is_one_less)
+
+    def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
+        """Return the images of an evaluation, and a function (network, batch) -> logits."""
+        engine = self._engine
+        if not tta:
+            return [self._view(augment.NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
+        if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
+            # The frozen prefix's output for shifted images is not cached.
+            return [self._images], engine.view_logits
+
+        def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
+            return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
+
+        return [self._view(augment.NOT_AUGMENTED, {}), self._mirrored._view(augment.NOT_AUGMENTED, {})], mean_of_both
+
+    def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
+        """Yield this rank's evaluation batches.
+
+        Args:
+            source: images, or the output of the frozen prefix.
+            equally_many: whether every rank gets the same number of batches, with empty ones at the end.
+        """
+        put = self._engine.setup.accelerator.put
+        batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
+        inputs = (
+            DeviceBatch(
+                batch=batch,
+                total=batch.count,
+                is_padded=batch.count < len(batch.samples),
+                samples=put(batch.samples),
+                weights=put(batch.weights),
+                total_weight=put(batch.weights.sum(keepdims=True)),
+            )
+            for batch in batches
+        )
+        streamed = source.stream(inputs, self._engine.setup.accelerator, is_training=False)
+        return self._checked(streamed, is_one_less)
+
+    def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
+        """Return this rank's evaluation batches, see `_batches`, and whether other ranks have one more."""
+        engine, world = self._engine, self._engine.world
+        # The size is independent of the ranks, so predictions are bitwise independent of them.
+        size = min(engine.setup.accelerator.evaluation_batch, engine.recipe.batch_size)
+        batches = list(evaluation_batches(count, size))
+        own = batches[world.rank :: world.size]
+        if equally_many and len(own) < -(-len(batches) // world.size):
+            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
+        return own, len(own) < -(-len(batches) // world.size)
+
+    def _checked(self, inputs: Iterable[Streamed], is_one_less: bool) -> Iterator[Streamed]:
+        """Yield inputs, until a rank is told to stop."""
+        world = self._engine.world
+        for one in inputs:
+            world.control.check_stop()
+            yield one
+            world.watch.keep_alive()
+        if is_one_less:
+            world.control.check_stop()  # as often on every rank
+
+
+class RecordedScores:
+    """The loss and the predictions of a split, computed by recorded steps."""
+
+    def __init__(self, engine: "TorchEngine", count: int) -> None:
+        accelerator = engine.setup.accelerator
+        self._engine, self._count = engine, count
+        self._loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
+        self._rows = _Rows(count + 1, engine.world)  # the last one is for padding
+        self._network: Any = None
+        self._step = CapturedStep(self._score, lambda: None, accelerator, lambda sentence: None)
+
+    @torch.no_grad()
+    def evaluate(self, source: DeviceImages, steps: Iterable[Step], labels: np.ndarray) -> Evaluation:
+        """Return the evaluation of all ranks' steps."""
+        engine = self._engine
+        self._loss_sum.zero_()
+        self._rows.clear()
+        with engine.evaluation_network() as self._network:
+            for step in steps:
+                step.begin()
+                self._step(source, step)
+        predicted = self._rows.gather()
+        assert predicted is not None
+        return Evaluation(
+            task=engine.task,
+            loss_sum=float(engine.world.all_reduce(self._loss_sum)),
+            predicted=predicted[: self._count],
+            labels=labels,
+            probabilities=None,
+        )
+
+    def _score(self, source: DeviceImages, step: Step) -> None:
+        engine, batch = self._engine, step.read()
+        step.table.advance()
+        with engine.setup.autocast():
+            logits = self._network(engine.input.of(source.images_of(batch)))
+        losses = engine.losses.of(engine.task, logits, source.targets.index_select(0, batch.samples))
+        self._loss_sum += (losses * batch.weights).sum()
+        rows = torch.where(batch.weights > 0, batch.samples, self._count)
+        self._rows.put(rows, engine.task.predicted(logits))
+
+
+class _Rows:
+    """Results of a split in one table: many small tensors would fragment the memory."""
+
+    def __init__(self, count: int, world: "World") -> None:
+        self._count, self._world = count, world
+        self._table: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget all values."""
+        if self._table is not None:
+            self._table.zero_()
+
+    def put(self, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
+        """Store the values of samples."""
+        if self._table is None:
+            shape = (self._count, *values.shape[1:])
+            self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
+        self._table[rows] = values
+
+    def gather(self) -> np.ndarray | None:
+        """Return the rows of all ranks, [N, ...] in the order of the split; None if the first rank has none."""
+        table, world = self._table, self._world
+        found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
+        if found is None:
+            return None
+        if table is None:
+            table = torch.zeros(found[0], dtype=found[1], device=world.device)
+        return world.all_reduce(table).cpu().numpy()
+
+
+def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
+    """Copy an epoch's tables to the device, in place: captured steps refer to them."""
+    for name, table in transforms.items():
+        new = torch.from_numpy(table)
+        source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
+
+
+def collect_features(
+    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
+) -> torch.Tensor | np.ndarray:
+    """Gather the output of a prefix for a whole split, [count, ...], on all ranks.
+
+    Args:
+        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; the same number on each
+            rank.
+    """
+    features: Any = None
+    start = 0
+    for output in outputs:
+        # In channels_last order, as the convolutions read them.
+        for rows in world.all_gather(output.movedim(1, -1)):
+            if features is None:
+                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
+            rows = rows[: max(0, count - start)]
+            stop = start + len(rows)
+            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            features[start:stop] = kept
+            start = stop
+    assert features is not None
+    return features

@@ -1,0 +1,199 @@
+"""The engine's steps with a CUDA runtime that stands in for a GPU: what is recorded, and what that costs."""
+
+from typing import Any
+
+import pytest
+
+from flatout.config.jobs import builtin_jobs
+from tests.cuda_mock import device
+from tests.cuda_mock.build import CannotBuild, build
+from tests.engine.test_tape import CASES
+
+RECORDED = "the whole step runs as one CUDA graph"
+EAGER = "the step runs without a CUDA graph: "
+# Nodes of the graph of a step; an operation more in each step shows here.
+NODES = {
+    "fashion-mnist": 96,
+    "fashion-mnist-keras": 98,
+    "mnist-parallel": 83,
+    "digits": 101,
+    "cats-dogs": 139,
+    "caltech101": 100,
+    "oct-vgg16": 84,
+    "fast-cnn-64": 196,
+    "resnet50": 943,
+}
+NODES_OF_RANKS = {"global": 124, "per-device": 100}
+# Beside a replay, a step sets the learning rate, and two numbers for dropout. The inputs of the three steps are copied
+# together, three or four tables.
+KERNELS_PER_STEP, COPIES_PER_STEP = 3.5, 1.5
+TIMM = [
+    "test_efficientnet",
+    "test_vit",
+    "test_convnext",
+    "test_mambaout",
+    "test_nfnet",
+    "test_byobnet",
+    "resnet18",
+    "mobilenetv4_conv_small",
+    "hgnetv2_b0",
+    "regnety_002",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mock() -> None:
+    try:
+        build()
+    except CannotBuild as error:
+        pytest.skip(f"the stand-in for a GPU {error}")
+
+
+def run(name: str, *args: Any, **options: Any) -> Any:
+    return device.run("tests.cuda_mock.scenarios", name, *args, **options)
+
+
+def check_recorded(found: dict[str, Any], *, groups: int = 1) -> None:
+    """Check that a step is one replay without waiting, illegal calls, pageable copies or growing memory.
+
+    Each of the groups of parameters has a learning rate of its own.
+    """
+    start, step = found["start"], found["step"]
+    assert found["notes"][-1] == RECORDED
+    assert start.get("illegal call", 0) == start.get("recorded copy H2D pageable", 0) == 0
+    assert step["graph launch"] == 1
+    assert step["kernel"] <= KERNELS_PER_STEP + groups - 1
+    assert step["copy H2D pinned"] <= COPIES_PER_STEP
+    assert {"synchronise", "cudaMalloc", "copy H2D pageable", "copy D2D"}.isdisjoint(step)
+    assert found["held"]["device bytes"] == start["device bytes"]
+
+
+def test_a_job() -> None:
+    found = run("job", "fashion-mnist")
+    check_recorded(found)
+    assert found["start"]["graph nodes"] <= NODES["fashion-mnist"]
+
+
+@pytest.mark.slow
+def test_budgets_of_jobs_and_networks() -> None:
+    for name, found in (run("jobs", builtin_jobs()) | run("large")).items():
+        check_recorded(found)
+        assert found["start"]["graph nodes"] <= NODES[name], name
+
+
+@pytest.mark.slow
+def test_all_cases_of_the_tape() -> None:
+    found = run("tape_cases")
+    assert found.keys() == CASES.keys()
+    for name, one in found.items():
+        if "streamed" in name:
+            # Its images are copied in each step, on a stream of their own, and then to where the graph reads them.
+            assert one["notes"][-1] == RECORDED
+            assert one["step"]["graph launch"] == 1
+            assert one["start"].get("illegal call", 0) == 0
+        else:
+            check_recorded(one, groups=5 if name == "layer decay" else 1)
+
+
+@pytest.mark.slow
+def test_networks_of_timm() -> None:
+    for one in run("timm_models", TIMM).values():
+        check_recorded(one)
+
+
+def test_recorded_steps_compute_what_a_plain_loop_does() -> None:
+    for name, found in run("numbers").items():
+        assert (found["notes"], found["different"]) == ([RECORDED], []), name
+
+
+@pytest.mark.slow
+def test_recorded_steps_compute_what_eager_ones_do() -> None:
+    names = ["momentum", "affine maps", "mixtures", "streamed mixtures", "averaged weights, limited gradients"]
+    for name, found in run("recorded_numbers", names).items():
+        assert (found["notes"][-1], found["different"]) == (RECORDED, []), name
+
+
+def test_ranks() -> None:
+    for found in run("ranks", ranks=2):
+        assert found["numbers"] == {"notes": [RECORDED], "different": []}
+        for norm, nodes in NODES_OF_RANKS.items():
+            assert found[norm]["notes"][-1] == RECORDED
+            assert found[norm]["start"]["graph nodes"] <= nodes
+        # Two layers normalise over both ranks: each gathers statistics, and adds up two sums of gradients.
+        layers = 2
+        recorded = found["global"]["start"]
+        assert (recorded["recorded all-gather"], recorded["recorded all-reduce"]) == (layers, layers + 1)
+        assert found["per-device"]["start"]["recorded all-reduce"] == 1
+        # A planted defect: one all-reduce too few.
+        assert found["all-reduce left out"]["start"]["recorded all-reduce"] == layers
+
+
+@pytest.mark.slow
+def test_a_resnet_on_two_gpus_sums_each_layer_once_in_each_direction() -> None:
+    for found in run("resnet_on_ranks", ranks=2):
+        check_recorded(found)
+        recorded, layers, buckets = found["start"], 53, 7
+        assert recorded["recorded all-gather"] == layers
+        assert recorded["recorded all-reduce"] <= layers + buckets
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_not_recorded() -> None:
+    for found in run("sharded", ranks=2):
+        assert found["notes"] == [f"{EAGER}a sharded model cannot be recorded"]
+        assert found["start"].get("illegal call", 0) == 0
+
+
+def test_a_slow_gpu_holds_back_the_host() -> None:
+    """Pinned memory stays that of a few batches, however far the host could run ahead."""
+    found = run("streamed", lazy=True)
+    assert found["different"] == []
+    assert max(found["pinned bytes"][8:]) <= 8 * found["batch bytes"]
+
+
+@pytest.mark.slow
+def test_an_evaluation() -> None:
+    found = run("evaluation")
+    assert found["gpu"]["loss"] == pytest.approx(found["cpu"]["loss"], rel=1e-5)
+    for ours, theirs in zip(found["gpu"]["probabilities"], found["cpu"]["probabilities"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_an_evaluation_after_every_epoch_is_replayed() -> None:
+    found = run("recorded_evaluation")
+    # Full batches and a padded one; then the results are read once.
+    assert found["counters"]["graph launch"] == found["batches"]
+    assert found["counters"]["kernel"] <= 12
+    assert found["counters"].get("illegal call", 0) == 0
+    assert found["gpu"] == pytest.approx(found["cpu"], rel=1e-5)
+
+
+def test_a_failed_capture_is_survived() -> None:
+    found = run("failed_capture")
+    for one in (found, found["later"]):
+        assert one["different"] == []
+    assert found["notes"] == [f"{EAGER}called a synchronizing CUDA operation"]
+    assert found["later"]["notes"] == [RECORDED]
+
+
+def test_planted_defects_are_caught() -> None:
+    found = run("planted")
+    check_recorded(found["none"])
+    for defect, reason in {
+        "item": "called a synchronizing CUDA operation",
+        "pageable copy": "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+        "allocation": "Invalid stream capture status",
+        "event": "dependency created on uncaptured work in another stream",
+        "fork": "capturing stream has unjoined work",
+    }.items():
+        (note,) = found[defect]["notes"]
+        assert note.startswith(EAGER) and reason in note, defect
+    with pytest.raises(AssertionError):
+        check_recorded(found["copy per step"])
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_no_tensor_is_caught() -> None:
+    found = run("learning_rate_as_a_number")
+    assert found["notes"] == [RECORDED]
+    assert "model.0.weight" in found["different"]

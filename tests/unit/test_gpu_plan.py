@@ -1,0 +1,244 @@
+"""`flatout plan --gpu`: traces against hand counts, estimates against published speeds, and bad input."""
+
+import contextlib
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.analysis.gpu import CHIPS, chips_named, step_time
+from flatout.analysis.gpu_plan import EXPECTED_ERRORS
+from flatout.analysis.gpu_trace import Call, Trace, trace
+from flatout.cli.main import main
+from flatout.utils.errors import InputError
+
+
+def run(*arguments: str, out: Path) -> tuple[int, str, str]:
+    """Run `flatout plan`; return the exit code, and what it printed."""
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        code = main(["plan", *arguments, "--out", str(out)])
+    return code, printed.getvalue(), errors.getvalue()
+
+
+def of_timm(name: str, batch: int, *, train: bool, size: int = 224) -> Trace:
+    import timm
+
+    with torch.device("meta"):
+        model: Any = timm.create_model(name)
+        labels = torch.empty(batch, dtype=torch.long)
+    shape = (batch, 3, size, size)
+    return trace(model, shape, lambda logits: functional.cross_entropy(logits, labels), train=train)
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_a_hand_count() -> None:
+    batch, inputs, hidden, outputs = 256, 128, 1024, 512
+    layers = (nn.Linear(inputs, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, outputs, bias=False))
+    model = nn.Sequential(nn.Flatten(), *layers).to("meta")
+    weights = 4 * (hidden * inputs + outputs * hidden)
+    images, logits, features = (4 * batch * width for width in (inputs, outputs, hidden))
+    shape = (batch, inputs, 1, 1)
+    found = trace(model, shape, lambda y: y.sum(), train=True, half=False, states=2)
+    # In the gradient of ReLU: its result, the gradient of that and its own, and the gradient of the last weights. Adam
+    # keeps two numbers for each weight. The loss and its gradient take a block of 512 bytes each.
+    expected = 3 * weights + images + logits + 3 * features + 4 * outputs * hidden
+    assert expected <= found.peak_bytes <= expected + 1024
+    # In prediction the features before and after ReLU are alive at once.
+    predicted = trace(model, shape, lambda y: y.sum(), train=False, half=False)
+    assert predicted.peak_bytes == weights + images + 2 * features
+
+
+def test_operations_are_those_of_the_publication() -> None:
+    # 4.11 billion multiply-adds for an image, as timm counts them in the tables of its folder results/.
+    predicted, trained = (of_timm("resnet50", 8, train=train) for train in (False, True))
+    forward = sum(call.flops * count for call, count in predicted.calls.items())
+    assert forward / 8 == pytest.approx(2 * 4.11e9, rel=0.01)
+    # A gradient of weights and one of images, which the first convolution does not need.
+    first = 2 * 8 * 64 * 3 * 49 * 112**2
+    assert sum(call.flops * count for call, count in trained.calls.items()) == pytest.approx(3 * forward - first)
+    convolutions = {call for call in trained.calls if call.kind.startswith("conv")}
+    assert {call.kind for call in convolutions} == {"conv", "conv-dgrad", "conv-wgrad"}
+    assert all(call.half for call in convolutions)
+
+
+def test_autocast_as_cuda_does() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x.flatten(1))
+            normed = self.norm(x)
+            attended = functional.scaled_dot_product_attention(*[normed.reshape(-1, 1, 8, 8)] * 3)
+            self.dtypes = [x.dtype, normed.dtype, attended.dtype]
+            return attended.flatten(1)
+
+    net = Net().to("meta")
+    found = trace(net, (16, 1, 8, 8), lambda y: y.float().sum(), train=True)
+    assert net.dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert [count for call, count in found.calls.items() if call.kind == "attention"] == [1, 1]
+    trace(net, (16, 1, 8, 8), lambda y: y.sum(), train=True, half=False)
+    assert net.dtypes == [torch.float32] * 3
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "batch", "gpu", "train", "published"),
+    [
+        # timm, results/benchmark-{train,infer}-amp-*.csv
+        ("resnet50", 224, 512, "rtx3090", True, 1218.01),
+        ("convnext_base", 224, 128, "rtx3090", True, 338.68),
+        ("resnet50", 224, 1024, "rtx3090", False, 3729.86),
+        ("vit_base_patch16_224", 224, 512, "rtx4090", False, 2843.0),
+        ("mixer_b16_224", 224, 1024, "rtx5090", False, 3627.48),
+        # NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md
+        ("resnet50", 224, 256, "a100-80", True, 2470),
+        ("resnet50", 224, 256, "v100", False, 3382),
+        ("resnet50", 224, 256, "t4", False, 1198),
+    ],
+)
+def test_published_speeds(name: str, size: int, batch: int, gpu: str, train: bool, published: float) -> None:
+    estimated = batch / step_time(CHIPS[gpu], of_timm(name, batch, train=train, size=size)).seconds
+    assert estimated == pytest.approx(published, rel=EXPECTED_ERRORS["training"][1])
+
+
+@pytest.mark.parametrize(
+    ("call", "limit"),
+    [
+        (
+            Call(
+                kind="matmul", bytes=3 * 2**27, largest=2**27, flops=2.0**40, batch=1, m=8192, n=8192, k=8192, half=True
+            ),
+            "tensor cores",
+        ),
+        (Call(kind="elementwise", bytes=2**30, largest=2**29), "memory"),
+        (Call(kind="elementwise", bytes=2**10, largest=2**9), "launches"),
+        (Call(kind="depthwise", bytes=2**20, largest=2**19, flops=2.0**36, batch=64, m=64, n=1, k=9), "CUDA cores"),
+    ],
+)
+def test_limits(call: Call, limit: str) -> None:
+    time = step_time(CHIPS["rtx3090"], Trace(batch=1, calls={call: 10}, parameters=0, peak_bytes=0))
+    assert time.limit == limit
+    assert sum(time.shares.values()) == pytest.approx(1)
+
+
+def test_rates_of_the_table_agree() -> None:
+    """A tensor core does a power of two of operations per clock, so a wrong figure of a row stands out."""
+    for name, chip in CHIPS.items():
+        per_clock = 1e3 * chip.half / (chip.multiprocessors * chip.clock)
+        assert math.log2(per_clock) == pytest.approx(round(math.log2(per_clock)), abs=0.03), name
+        assert chip.source.startswith("https://"), name
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+SMALL = ["--model", "timm:resnet18", "--images", "1000", "--classes", "10", "--image-size", "64"]
+
+
+def test_json(tmp_path: Path) -> None:
+    options = ["--batch-size", "100", "--gpu", "rtx3090,L4", "--price", "2", "--epochs", "3", "--json"]
+    code, printed, _ = run(*SMALL, *options, out=tmp_path / "plan")
+    assert code == 0
+    plan = json.loads(printed)
+    assert [row["gpu"] for row in plan["gpus"]] == ["rtx3090", "l4"]
+    for row in plan["gpus"]:
+        assert row["images_per_second"] == pytest.approx(100 / row["step_seconds"])
+        assert row["job_seconds"] == pytest.approx(3 * row["epoch_seconds"]) == pytest.approx(30 * row["step_seconds"])
+        assert row["cost"] == pytest.approx(2 * row["job_seconds"] / 3600)
+        assert 11e6 * 12 < row["memory_bytes"] < row["gpu_memory_bytes"] == 24 * 2**30
+        assert row["largest_batch"] > 1000
+        assert row["limit"] in ("memory", "launches")
+        assert 0 < row["expected_error"] < row["expected_error_90"] < 0.4
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["gpus"] == plan["gpus"]
+    assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
+    code, printed, _ = run(*SMALL, "--gpu", "rtx3090", "--inference", "--json", out=tmp_path / "predict")
+    assert json.loads(printed)["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
+
+
+def net_file(path: Path, forward: str) -> str:
+    """Write a network of one linear layer; return its name."""
+    lines = ["import torch", "class Net(torch.nn.Module):", "    def __init__(self, num_classes):"]
+    lines += ["        super().__init__()", "        self.head = torch.nn.Linear(3, num_classes)"]
+    path.write_text("\n".join([*lines, "    def forward(self, x):", f"        return {forward}"]))
+    return f"{path}:Net"
+
+
+def test_fp32_does_without_tensor_cores(tmp_path: Path) -> None:
+    options = ["--images", "99", "--classes", "10", "--batch-size", "1", "--gpu", "t4", "--json"]
+    code, printed, _ = run("digits", *options, out=tmp_path / "plan")
+    assert code == 0
+    row = json.loads(printed)["gpus"][0]
+    assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
+    assert row["largest_batch"] > 10**5
+
+
+def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path) -> None:
+    model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)))")
+    options = ["--model", model, "--classes", "10", "--image-size", "64", "--batch-size", "4096", "--gpu", "h100"]
+    limits = []
+    for images in (10**6, 10**9):
+        _, printed, errors = run(*options, "--json", "--images", str(images), out=tmp_path / str(images))
+        assert not errors
+        limits.append(json.loads(printed)["gpus"][0]["limit"])
+    assert limits[0] != "input" == limits[1]
+
+
+def test_a_batch_that_does_not_fit_names_the_largest(tmp_path: Path) -> None:
+    arguments = ["--model", "timm:resnet18", "--images", "100000", "--classes", "10", "--gpu", "rtx4060"]
+    code, _, message = run(*arguments, "--batch-size", "4000", out=tmp_path / "plan")
+    found = re.search(
+        r"--batch-size 4000: does not fit on rtx4060: .* of 8 GiB, the largest that fits is about (.*)", message
+    )
+    assert code == 2
+    assert found
+    largest = int(found[1].replace(",", ""))
+    assert run(*arguments, "--batch-size", str(int(0.99 * largest)), out=tmp_path / "fits")[0] == 0
+    assert run(*arguments, "--batch-size", str(int(1.01 * largest)), out=tmp_path / "too large")[0] == 2
+
+
+def test_names() -> None:
+    assert list(chips_named("H100, RTX 4090,a100,rtx6000ada")) == ["h100", "rtx4090", "a100-80", "rtx-6000-ada"]
+    with pytest.raises(InputError, match=r"--gpu rtx4091: .*did you mean 'rtx4090'"):
+        chips_named("l4,rtx4091")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
+        ([*SMALL, "--topology", "v5e:2x2"], "JOB is missing"),
+        ([*SMALL, "--gpu", "l4", "--topology", "v5e:2x2"], "give one of them"),
+        (["digits", "--devices", "cpu", "--inference"], "--inference: requires --gpu"),
+        ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
+        ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
+        ([*SMALL, "--gpu", "l4", "--image-size", "0"], "--image-size 0: must be N or HxW"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, tmp_path: Path) -> None:
+    code, _, errors = run(*arguments, out=tmp_path / "plan")
+    assert code == 2
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:
+    model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)) * x.mean().item())")
+    arguments = ["--model", model, "--images", "100", "--classes", "10", "--image-size", "32", "--gpu", "l4"]
+    code, _, errors = run(*arguments, out=tmp_path / "plan")
+    assert code == 2
+    assert "cannot be traced without data" in errors
+    assert "item()" in errors
