@@ -129,7 +129,7 @@ def _tracer(work: Work, *, inference: bool, allow_code: bool) -> "Callable[[bool
         except Exception as error:  # a network may raise anything
             raise InputError(
                 f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
-                f"{first_line(error)}); plan --devices cuda measures it on a machine with the GPU"
+                f"{first_line(error)}); flatout bench measures it on a machine with the GPU"
             ) from error
 
     return traced
