@@ -1,379 +1,188 @@
-"""What one GPU does: the speed and memory figures that a CPU cannot give; prints one JSON object.
+"""The first ten minutes on a GPU: what only a GPU can show, in seven parts.
 
-    python benchmarks/gpu.py --data-root FOLDER [--device cuda] [--parts PART ...]
-    python benchmarks/gpu.py --data-root FOLDER --device cpu --quick      a trial that only shows that it runs
+    python benchmarks/gpu.py --out FOLDER [--parts 1,2,...] [--data fashion-mnist=PATH]
+    python benchmarks/gpu.py --out FOLDER --rehearse      # everything in small; its figures mean nothing
 
-FOLDER holds the data sets fashion-mnist/ and cats-dogs/. Every measurement builds its own model and engine. Rates are
-of training passes from the second epoch on, as the first warms up, chooses algorithms and records the graph.
+Each part is a process with a time limit. Each measurement is appended to FOLDER/results.jsonl as soon as it is made,
+and what the processes print to FOLDER/log.txt, so a part that fails or hangs loses only what it has not measured yet.
+If no recorded step equals the eager one in part 2, the later parts are skipped: their figures would mean nothing.
+
+A checkout is enough; flatout need not be installed. Python needs its dependencies. Images for GPUs usually lack
+simplejpeg, tomli-w, ijson, shtab and pyarrow: where nothing can be downloaded, bring their wheels (`pip download`).
+Without pytest, part 2 has only the comparison of recorded with eager steps. Part 3 needs the four files of
+Fashion-MNIST (30 MB), which `--data` names; all other images are random.
 """
 
 import argparse
-import gc
+import contextlib
 import json
-import statistics
+import os
+import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from flatout.config import Augment, Momentum, Recipe
-from flatout.config.jobs import load_job
-from flatout.data.batches import Batch, Split
-from flatout.data.build import find, load_pack
-from flatout.data.pack import Pack, PackSettings
-from flatout.data.splits import splits_of
-from flatout.distributed.world import World
-from flatout.engine.base import Engine
-from flatout.engine.devices import machine, parse_devices
-from flatout.engine.factory import join, make_engine
-from flatout.engine.torch.accelerator import accelerator_of
-from flatout.models.build import build_model
-from flatout.train.loop import LoopHooks, run_loop
-from flatout.train.progress import Progress
-from flatout.utils.console import Console
-
-IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
-RESNET_CLASSES = 1000
-WARM_UP_STEPS = 10
-WRITTEN_AT_ONCE = 256
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How much is measured. A limit of None takes all images."""
+class Part:
+    """A part by its name: the function of `gpu_parts` that measures it, and its time limit in seconds."""
 
-    fashion_epochs: int
-    fashion_limit: int | None
-    timed_epochs: int
-    rounds: int
-    cats_dogs_images: int
-    synthetic_steps: int
-    resnet_size: int
-    resnet_batch_size: int
-    resnet_images: int
-
-
-# cats-dogs: as many images as the published data has; a smaller set is gone through repeatedly within an epoch.
-FULL = Scale(
-    fashion_epochs=50,
-    fashion_limit=None,
-    timed_epochs=5,
-    rounds=3,
-    cats_dogs_images=8000,
-    synthetic_steps=500,
-    resnet_size=224,
-    resnet_batch_size=256,
-    resnet_images=8192,
-)
-QUICK = Scale(
-    fashion_epochs=2,
-    fashion_limit=2048,
-    timed_epochs=1,
-    rounds=2,
-    cats_dogs_images=64,
-    synthetic_steps=3,
-    resnet_size=32,
-    resnet_batch_size=8,
-    resnet_images=32,
-)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Setting:
-    """What every measurement needs."""
-
-    device: str
-    scale: Scale
-    data_root: Path
-    console: Console
-
-
-# --- pieces -----------------------------------------------------------------------------------------------------------
-
-
-def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = None) -> tuple[Pack, dict[str, Split]]:
-    """Decode a data set; return its pack, to be held as long as it is read, and splits of `limit` images at most."""
-    settings = PackSettings(
-        size=recipe.image_size,
-        channels=recipe.channels,
-        resize=recipe.data.resize,
-        on_bad_image=recipe.data.on_bad_image,
-        max_bad_share=recipe.data.max_bad_share,
-    )
-    pack = load_pack(find(folder), settings, cache=None, report=console)
-    console.finish()
-    splits = splits_of(pack, recipe.data, recipe.seed).items()
-    return pack, {name: Split(images=s.images, rows=s.rows[:limit], labels=s.labels[:limit]) for name, s in splits}
-
-
-def fresh_engine(
-    recipe: Recipe, classes: int, device: str, notes: list[str], *, engine: str = "torch", **options: Any
-) -> Engine:
-    """Build the recipe's model, always with the same weights, and an engine for it, on a device that is empty again."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    model = build_model(recipe, classes)
-    world = join(device, engine)
-    return make_engine(model, recipe, engine=engine, devices=device, world=world, report=notes.append, **options)
-
-
-def fit(
-    engine: Engine,
-    recipe: Recipe,
-    splits: dict[str, Split],
-    after_epoch: Callable[[Progress], None] = lambda progress: None,
-) -> Progress:
-    """Train and return what the loop measured."""
-
-    class AfterEpoch(LoopHooks):
-        def epoch(self, *, is_best: bool) -> None:
-            after_epoch(progress)
-
-    progress = Progress()
-    placed = {name: engine.place(samples) for name, samples in splits.items()}
-    placed["train"].compile()
-    run_loop(engine, World(), recipe, placed, progress, AfterEpoch())
-    return progress
-
-
-def later_rate(progress: Progress) -> float:
-    """Return images per second from the second epoch on."""
-    later = progress.history[1:]
-    return sum(record.images for record in later) / sum(record.seconds for record in later)
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest absolute difference of two models' parameters and buffers."""
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
-
-
-def fashion_mnist(setting: Setting) -> dict[str, Any]:
-    """The whole job: seconds of training, and what they gave."""
-    recipe = load_job("fashion-mnist").override({"epochs": setting.scale.fashion_epochs})
-    pack, splits = load(recipe, setting.data_root / "fashion-mnist", setting.console, setting.scale.fashion_limit)
-    notes: list[str] = []
-    with closing(fresh_engine(recipe, len(pack.classes), setting.device, notes)) as engine:
-        progress, peak = fit(engine, recipe, splits), engine.peak_memory_bytes()
-    return {
-        "epochs": recipe.epochs,
-        "batch_size": recipe.batch_size,
-        "train_images": len(splits["train"]),
-        "train_seconds": progress.train_seconds,
-        "first_epoch_seconds": progress.history[0].seconds,
-        "evaluate_seconds": progress.evaluate_seconds,
-        "images_per_second": later_rate(progress),
-        "test_accuracy": progress.history[-1].metrics["test_accuracy"],
-        "peak_device_bytes": peak,
-        "notes": notes,
-    }
-
-
-def graph_against_eager(setting: Setting) -> dict[str, Any]:
-    """The recorded step against the same step launched kernel by kernel: equal weights after an epoch, and the rates.
-
-    Two eager runs are compared as well: what they differ by comes from the order of sums inside the device's kernels,
-    not from recording.
-    """
-    recipe = load_job("fashion-mnist").override({"epochs": 1 + setting.scale.timed_epochs})
-    pack, every = load(recipe, setting.data_root / "fashion-mnist", setting.console, setting.scale.fashion_limit)
-    splits, classes = {"train": every["train"]}, len(pack.classes)
-    notes: list[str] = []
-
-    def run(capture: bool) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the rate, and the weights after the first epoch."""
-        states: list[dict[str, torch.Tensor]] = []
-        with closing(fresh_engine(recipe, classes, setting.device, notes, capture=capture)) as engine:
-            progress = fit(engine, recipe, splits, lambda progress: states.append(engine.state()))
-        return later_rate(progress), {name: v for name, v in states[0].items() if name.startswith("model.")}
-
-    pairs = [(run(True), run(False)) for _ in range(setting.scale.rounds)]
-    graph_rates, eager_rates = [g[0] for g, _ in pairs], [e[0] for _, e in pairs]
-    graph, eager, eager_again = pairs[0][0][1], pairs[0][1][1], pairs[1][1][1]
-    return {
-        "batch_size": recipe.batch_size,
-        "graph_images_per_second": statistics.median(graph_rates),
-        "eager_images_per_second": statistics.median(eager_rates),
-        "graph_times_faster": statistics.median(g / e for g, e in zip(graph_rates, eager_rates, strict=True)),
-        "weights_are_equal": all(torch.equal(graph[name], eager[name]) for name in eager),
-        "largest_difference": largest_difference(graph, eager),
-        "largest_difference_of_two_eager_runs": largest_difference(eager, eager_again),
-        "notes": sorted(set(notes)),
-    }
-
-
-def cats_dogs(setting: Setting) -> dict[str, Any]:
-    """The job's epochs, input and all, against the same step on one batch that lies ready on the device."""
-    recipe = load_job("cats-dogs").override({"epochs": 1 + setting.scale.timed_epochs})
-    pack, splits = load(recipe, setting.data_root / "cats-dogs", setting.console)
-    found, classes, count = splits["train"], len(pack.classes), setting.scale.cats_dogs_images
-    samples = Split(images=found.images, rows=np.resize(found.rows, count), labels=np.resize(found.labels, count))
-    real, synthetic, notes = [], [], []
-    for _ in range(setting.scale.rounds):
-        with closing(fresh_engine(recipe, classes, setting.device, notes)) as engine:
-            real.append(later_rate(fit(engine, recipe, {"train": samples})))
-        with closing(fresh_engine(recipe, classes, setting.device, notes)) as engine:
-            synthetic.append(synthetic_rate(engine, recipe, classes=classes, steps=setting.scale.synthetic_steps))
-    return {
-        "batch_size": recipe.batch_size,
-        "train_images": count,
-        "different_images": min(count, len(found)),
-        "images_per_second": statistics.median(real),
-        "synthetic_images_per_second": statistics.median(synthetic),
-        "share_of_synthetic": statistics.median(r / s for r, s in zip(real, synthetic, strict=True)),
-        "notes": sorted(set(notes)),
-    }
-
-
-def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) -> float:
-    """Return images per second of the recipe's step, augmentation included, on the same random batch every time."""
-    size = recipe.batch_size
-    random = np.random.default_rng(1)
-    images = random.integers(0, 256, (size, *recipe.image_sides, recipe.channels), dtype=np.uint8)
-    samples = Split(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
-    placed = engine.place(samples)
-    placed.begin_epoch(0)
-    batch = Batch(samples=np.arange(size), weights=np.ones(size, np.float32), count=size)
-    inputs = next(placed.feed([batch]))
-
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
-        for step in range(count):
-            placed.train_step(inputs, recipe.optimizer.lr, step)
-        engine.counts()
-        return time.perf_counter() - began
-
-    seconds(WARM_UP_STEPS)
-    return steps * size / seconds(steps)
-
-
-def resnet50(setting: Setting) -> dict[str, Any]:
-    """ResNet-50 from a synthetic pack, kept on the device and read from its file in every step.
-
-    The file has just been written, so the system has it in memory: this measures reading and copying, not the disk.
-    """
-    scale = setting.scale
-    device = torch.device(parse_devices(setting.device).names[0])
-    precision = "bf16" if "bf16" in accelerator_of(device).precisions() else "auto"
-    recipe = Recipe(
-        model="timm:resnet50",
-        image_size=scale.resnet_size,
-        epochs=1 + scale.timed_epochs,
-        batch_size=scale.resnet_batch_size,
-        precision=precision,
-        optimizer=Momentum(lr=0.01),
-        augment=Augment(flip=True, crop=0.25),
-    ).override(IMAGENET)
-    with tempfile.TemporaryDirectory(prefix="flatout-gpu-") as folder:
-        samples = synthetic_pack(Path(folder), scale.resnet_images, scale.resnet_size)
-        results = {
-            placement: train_placed(recipe.override({"data.placement": placement}), samples, setting.device)
-            for placement in ("device", "disk")
-        }
-    return {
-        "image_size": recipe.image_size,
-        "batch_size": recipe.batch_size,
-        "precision": precision,
-        "train_images": scale.resnet_images,
-        **results,
-    }
-
-
-def train_placed(recipe: Recipe, samples: Split, device: str) -> dict[str, Any]:
-    notes: list[str] = []
-    with closing(fresh_engine(recipe, RESNET_CLASSES, device, notes)) as engine:
-        progress, peak = fit(engine, recipe, {"train": samples}), engine.peak_memory_bytes()
-    return {
-        "images_per_second": later_rate(progress),
-        "input_wait_fraction": progress.wait_seconds / progress.train_seconds,
-        "peak_device_bytes": peak,
-        "notes": notes,
-    }
-
-
-def synthetic_pack(folder: Path, count: int, size: int) -> Split:
-    """Write random images as a pack holds them, and map them."""
-    file = folder / "images.npy"
-    random = np.random.default_rng(1)
-    images = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=(count, size, size, 3))
-    for start in range(0, count, WRITTEN_AT_ONCE):
-        part = images[start : start + WRITTEN_AT_ONCE]
-        part[:] = random.integers(0, 256, part.shape, dtype=np.uint8)
-    images.flush()
-    return Split(
-        images=np.lib.format.open_memmap(file, mode="r"),
-        rows=np.arange(count),
-        labels=np.arange(count) % RESNET_CLASSES,
-    )
-
-
-def xla_against_torch(setting: Setting) -> dict[str, Any]:
-    """The two engines on the same jobs, round after round: the ratio of their rates."""
-    result = {}
-    for job in ("fashion-mnist", "cats-dogs"):
-        recipe = load_job(job).override({"epochs": 1 + setting.scale.timed_epochs})
-        pack, splits = load(recipe, setting.data_root / job, setting.console, setting.scale.fashion_limit)
-        rates: dict[str, list[float]] = {"torch": [], "xla": []}
-        for _ in range(setting.scale.rounds):
-            for name, found in rates.items():
-                with closing(fresh_engine(recipe, len(pack.classes), setting.device, [], engine=name)) as engine:
-                    found.append(later_rate(fit(engine, recipe, {"train": splits["train"]})))
-        ratios = [ours / theirs for ours, theirs in zip(rates["xla"], rates["torch"], strict=True)]
-        result[job] = {"images_per_second": rates, "xla_over_torch": statistics.median(ratios)}
-    return result
+    name: str
+    limit: int
+    about: str
 
 
 PARTS = {
-    "fashion-mnist": fashion_mnist,
-    "graph-against-eager": graph_against_eager,
-    "cats-dogs": cats_dogs,
-    "resnet50": resnet50,
-    "xla-against-torch": xla_against_torch,
+    1: Part(name="machine", limit=30, about="versions, copies, matrix products, launches of graphs"),
+    2: Part(name="tests", limit=120, about="recorded steps against eager ones; tests/engine/test_cuda.py"),
+    3: Part(name="command", limit=60, about="flatout train fashion-mnist: phases, seconds, accuracy"),
+    4: Part(name="fashion-step", limit=90, about="precision, memory format, eager, graph, compiled; kernels"),
+    5: Part(name="resnet50", limit=170, about="224 pixels from device, memory and disk; compiled; kernels, memory"),
+    6: Part(name="fast-cnn", limit=60, about="full and padded step, evaluation"),
+    7: Part(name="recovery", limit=60, about="a capture that fails; two ranks on one GPU"),
 }
+# The part whose comparisons decide whether the later ones make sense.
+GATE = 2
+# A rehearsal is on a CPU, which takes longer for less.
+REHEARSAL_LIMIT = 600
+
+
+class Results:
+    """The lines of one part in `results.jsonl`.
+
+    Attributes:
+        failed: the measurements that failed.
+    """
+
+    def __init__(self, out: Path, part: str) -> None:
+        self.out, self._part = out, part
+        self.failed: list[str] = []
+
+    def write(self, name: str, **figures: Any) -> None:
+        """Append a line."""
+        with (self.out / "results.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"part": self._part, "name": name, **figures}) + "\n")
+
+    @contextlib.contextmanager
+    def measuring(self, name: str) -> Iterator[dict[str, Any]]:
+        """Write the figures that are put into the dictionary; if the measurement fails, those so far and the error."""
+        figures: dict[str, Any] = {}
+        try:
+            yield figures
+        except Exception as error:
+            traceback.print_exc()
+            self.failed.append(name)
+            figures["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.write(name, **figures)
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of `results.jsonl`."""
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+# --- the process of a part --------------------------------------------------------------------------------------------
+
+
+def measure(name: str, out: Path, *, data: Path | None, rehearse: bool) -> None:
+    """Measure a part in this process; exit with its failed measurements."""
+    import gpu_parts
+
+    results = Results(out, name)
+    gpu_parts.PARTS[name](results, gpu_parts.REHEARSAL if rehearse else gpu_parts.FULL, data)
+    if results.failed:
+        sys.exit(f"failed: {', '.join(results.failed)}")
+
+
+# --- the process that starts them -------------------------------------------------------------------------------------
+
+
+def run_part(part: Part, out: Path, options: Sequence[str], limit: int) -> dict[str, Any]:
+    """Run a part in a process of its own; return its seconds and, if it failed, the error."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, __file__, "--part", part.name, "--out", str(out), *options]
+    began = time.perf_counter()
+    with (out / "log.txt").open("ab") as log:
+        start = log.tell()
+        # In a session of its own, so that what it has started ends with it.
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    figures: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1)}
+    if code is None:
+        figures["error"] = f"not finished after {limit} s"
+    elif code != 0:
+        printed = (out / "log.txt").read_bytes()[start:].decode(errors="replace").split("\n")
+        figures["error"] = next((line.strip() for line in reversed(printed) if line.strip()), f"exit code {code}")
+    return figures
+
+
+def run_parts(numbers: Sequence[int], out: Path, options: Sequence[str], *, rehearse: bool) -> None:
+    """Run parts in turn, and write how each ended."""
+    is_wrong = False
+    for number in numbers:
+        part = PARTS[number]
+        if is_wrong:
+            figures = {"skipped": f"no recorded step equalled the eager one in part {GATE}"}
+        else:
+            print(f"part {number}, {part.name}: {part.about}", flush=True)
+            figures = run_part(part, out, options, REHEARSAL_LIMIT if rehearse else part.limit)
+        Results(out, part.name).write("part", **figures)
+        if number == GATE and not rehearse:
+            is_wrong = not any(line.get("equals_eager") for line in read_results(out))
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """Return a table of all figures; lists are left to the file."""
+    rows = []
+    for line in lines:
+        shown = {key: value for key, value in line.items() if key not in ("part", "name")}
+        figures = [f"{key} {_short(value)}" for key, value in shown.items() if not isinstance(value, list | dict)]
+        rows.append((line["part"], line["name"], ", ".join(figures)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:2]
+    return "\n".join(f"{part:{widths[0]}}  {name:{widths[1]}}  {figures}" for part, name, figures in rows)
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, required=True, help="the folder that holds the data sets")
-    parser.add_argument("--device", default="cuda", help="a device as --devices of flatout train takes it")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="so little of everything that the figures mean nothing")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of results.jsonl and log.txt")
+    parser.add_argument("--parts", default=",".join(map(str, PARTS)), help="numbers of the parts to run")
+    parser.add_argument("--data", metavar="fashion-mnist=PATH", help="the folder of Fashion-MNIST, for part 3")
+    parser.add_argument("--rehearse", action="store_true", help="everything in small, whatever the comparisons give")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
-
-    console = Console(sys.stderr)
-    setting = Setting(
-        device=args.device, scale=QUICK if args.quick else FULL, data_root=args.data_root, console=console
-    )
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "device": args.device,
-        "quick": args.quick,
-        "versions": {
-            "python": sys.version.split()[0],
-            "cuda": torch.version.cuda,
-            **{name: version(name) for name in ("flatout", "torch", "timm", "numpy")},
-        },
-    }
-    for name in args.parts:
-        result[name] = PARTS[name](setting)
-        console.note(f"{name}: {json.dumps(result[name])}")
-    console.close()
-    print(json.dumps(result, indent=2))
+    name, _, path = (args.data or "").partition("=")
+    if args.data and (name != "fashion-mnist" or not Path(path).is_dir()):
+        parser.error(f"--data {args.data}: must be fashion-mnist=PATH, with an existing folder")
+    if args.part:
+        measure(args.part, args.out, data=Path(path) if path else None, rehearse=args.rehearse)
+        return
+    if not set(args.parts.split(",")) <= set(map(str, PARTS)):
+        parser.error(f"--parts {args.parts}: must be numbers from 1 to {len(PARTS)}, such as 1,2,4")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if (args.out / "results.jsonl").exists():
+        parser.error(f"--out {args.out}: has results already; name another folder")
+    options = [*(["--data", args.data] if args.data else []), *(["--rehearse"] if args.rehearse else [])]
+    run_parts(list(map(int, args.parts.split(","))), args.out.resolve(), options, rehearse=args.rehearse)
+    print(summary(read_results(args.out)))
 
 
 if __name__ == "__main__":
