@@ -294,6 +294,7 @@ def tests(results: "Results", scale: Scale, data: Path | None) -> None:
     for model, size in {"fashion-cnn": 28, "fast-cnn-16": 32, "timm:resnet18": 64}.items():
         with results.measuring(f"{model}, recorded and eager") as figures:
             recipe = Recipe(model=model, image_size=size, epochs=1, batch_size=32, precision="fp32", **_middle())
+            recipe = recipe.override(IMAGENET)
             samples = random_split(recipe, 128, 10)
             weights = []
             for capture in (True, False):

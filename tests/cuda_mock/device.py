@@ -31,7 +31,10 @@ def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
         lazy: whether work waits until the host synchronises, as behind a slow GPU.
     """
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"LD_PRELOAD": str(build()), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
+    library = build()
+    own = {"LD_PRELOAD": str(library), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
+    # Where Triton looks for the driver.
+    own["TRITON_LIBCUDA_PATH"] = str(library.parent)
     return {**os.environ, **own, **({"MOCK_LAZY": "1"} if lazy else {})}
 
 
