@@ -24,7 +24,8 @@ def run(data: str, network: str, size: int, mirrored: bool, epochs: int) -> dict
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
-        settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs, "precision": "fp32"}
+        settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs}
+        settings |= {"precision": "fp32", "pretrained": "true"}
         if epochs:
             from flatout.train.photo_plan import fine_tuning_of
 

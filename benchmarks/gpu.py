@@ -1,16 +1,16 @@
 """The first ten minutes on a GPU: what only a GPU can show, in seven parts.
 
     python benchmarks/gpu.py --out FOLDER [--parts 1,2,...] [--data fashion-mnist=PATH]
-    python benchmarks/gpu.py --out FOLDER --rehearse      everything in small: shows that it runs, its figures mean nothing
+    python benchmarks/gpu.py --out FOLDER --rehearse      # everything in small; its figures mean nothing
 
-Each part is a process with a time limit. Each measurement is appended to FOLDER/results.jsonl as soon as it is made, and
-what the processes print to FOLDER/log.txt, so a part that fails or hangs loses only what it has not measured yet. If part
-2 runs and no recorded step equals the eager one there, the later parts are skipped: their figures would mean nothing.
+Each part is a process with a time limit. Each measurement is appended to FOLDER/results.jsonl as soon as it is made,
+and what the processes print to FOLDER/log.txt, so a part that fails or hangs loses only what it has not measured yet.
+If no recorded step equals the eager one in part 2, the later parts are skipped: their figures would mean nothing.
 
-A checkout is enough; flatout need not be installed. Python needs torch, numpy, timm and the other dependencies of
-flatout. Images for GPUs usually lack simplejpeg, tomli-w, ijson and shtab: where nothing can be downloaded, bring their
-wheels (`pip download`). Without pytest, part 2 has only the comparison of recorded with eager steps. Part 3 needs the four
-files of Fashion-MNIST (30 MB), which `--data` names; all other images are random.
+A checkout is enough; flatout need not be installed. Python needs its dependencies. Images for GPUs usually lack
+simplejpeg, tomli-w, ijson, shtab and pyarrow: where nothing can be downloaded, bring their wheels (`pip download`).
+Without pytest, part 2 has only the comparison of recorded with eager steps. Part 3 needs the four files of
+Fashion-MNIST (30 MB), which `--data` names; all other images are random.
 """
 
 import argparse
@@ -173,7 +173,8 @@ def main() -> None:
     if args.data and (name != "fashion-mnist" or not Path(path).is_dir()):
         parser.error(f"--data {args.data}: must be fashion-mnist=PATH, with an existing folder")
     if args.part:
-        return measure(args.part, args.out, data=Path(path) if path else None, rehearse=args.rehearse)
+        measure(args.part, args.out, data=Path(path) if path else None, rehearse=args.rehearse)
+        return
     if not set(args.parts.split(",")) <= set(map(str, PARTS)):
         parser.error(f"--parts {args.parts}: must be numbers from 1 to {len(PARTS)}, such as 1,2,4")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ Every measurement builds its own model and engine. Times are of the host's clock
 """
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import itertools
@@ -265,7 +266,9 @@ def machine(results: "Results", scale: Scale, data: Path | None) -> None:
             taken = seconds_of_calls(lambda a=a: a @ a, seconds)
             figures["teraflops"] = 2 * scale.matrix_size**3 / taken / 1e12
     with results.measuring("launches") as figures:
-        figures["eager_microseconds_per_kernel"] = 1e6 * seconds_of_calls(_add_to(torch.zeros(1, device="cuda")), seconds)
+        figures["eager_microseconds_per_kernel"] = 1e6 * seconds_of_calls(
+            _add_to(torch.zeros(1, device="cuda")), seconds
+        )
         one, many = (1e6 * seconds_of_calls(_graph_of(kernels).replay, seconds) for kernels in (1, 101))
         figures["microseconds_per_graph"], figures["microseconds_per_kernel_of_a_graph"] = one, (many - one) / 100
 
@@ -291,6 +294,7 @@ def tests(results: "Results", scale: Scale, data: Path | None) -> None:
     for model, size in {"fashion-cnn": 28, "fast-cnn-16": 32, "timm:resnet18": 64}.items():
         with results.measuring(f"{model}, recorded and eager") as figures:
             recipe = Recipe(model=model, image_size=size, epochs=1, batch_size=32, precision="fp32", **_middle())
+            recipe = recipe.override(IMAGENET)
             samples = random_split(recipe, 128, 10)
             weights = []
             for capture in (True, False):
@@ -427,7 +431,7 @@ def fast_cnn(results: "Results", scale: Scale, data: Path | None) -> None:
             weights = np.where(np.arange(size) < size // 2, 1, 0).astype(np.float32)
             padded = itertools.repeat(Batch(samples=np.arange(size), weights=weights, count=size // 2))
             training.run(scale.warm_up_steps, padded)
-            seconds = seconds_of(lambda steps: training.run(steps, padded), scale.seconds / 3)
+            seconds = seconds_of(functools.partial(training.run, batches=padded), scale.seconds / 3)
             figures["padded_milliseconds"] = 1000 * seconds
             evaluate = training.engine.place(samples.at(np.arange(len(samples) // 5))).evaluate
             evaluate()
@@ -456,13 +460,10 @@ def recovery(results: "Results", scale: Scale, data: Path | None) -> None:
     """Whether training goes on after a capture that failed, and whether two ranks can share the GPU."""
     recipe = load_job("fashion-mnist").override({"batch_size": 64, "precision": "fp32"})
     samples = random_split(recipe, 512, 10)
-    with results.measuring("a step that waits") as figures:
-        with contextlib.closing(Training(recipe, samples, net=Waiting())) as training:
-            figures |= training.figures(scale)
-            figures["is_finite"] = training.engine.is_finite()
-    with results.measuring("dropout after it") as figures:
-        net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(28 * 28, 10))
-        with contextlib.closing(Training(recipe, samples, net=net)) as training:
+    dropout = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(28 * 28, 10))
+    for name, net in {"a step that waits": Waiting(), "dropout after it": dropout}.items():
+        training = Training(recipe, samples, net=net)
+        with results.measuring(name) as figures, contextlib.closing(training):
             figures |= training.figures(scale)
             figures["is_finite"] = training.engine.is_finite()
     with results.measuring("two ranks") as figures:

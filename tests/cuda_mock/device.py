@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flatout.distributed.world import serve_store
 from tests.cuda_mock.build import ROOT, build
 
@@ -29,7 +31,10 @@ def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
         lazy: whether work waits until the host synchronises, as behind a slow GPU.
     """
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"LD_PRELOAD": str(build()), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
+    library = build()
+    own = {"LD_PRELOAD": str(library), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
+    # Where Triton looks for the driver.
+    own["TRITON_LIBCUDA_PATH"] = str(library.parent)
     return {**os.environ, **own, **({"MOCK_LAZY": "1"} if lazy else {})}
 
 
@@ -95,6 +100,13 @@ def reset_counters() -> None:
 def allocate(nbytes: int) -> None:
     """Allocate device memory past torch's allocator, as a library with kernels of its own may."""
     preloaded().cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(nbytes))
+
+
+def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy on the current stream past torch's checks, as a library with kernels of its own may."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr())
+    preloaded().cudaMemcpyAsync(*pointers, ctypes.c_size_t(to.nbytes), ctypes.c_int(4), stream)  # the default kind
 
 
 def trace(path: Path | None) -> None:

@@ -179,6 +179,11 @@ static cudnnStatus_t cudnn_kernel(cudnnHandle_t handle, const char* name) {
 }
 
 size_t cudnnGetVersion() { return CUDNN_VERSION; }
+cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int* value) {
+  *value = type == MAJOR_VERSION ? CUDNN_MAJOR : type == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
+  return CUDNN_STATUS_SUCCESS;
+}
+
 size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
 const char* cudnnGetErrorString(cudnnStatus_t) { return "error of the mock's cuDNN"; }
 void cudnnGetLastErrorString(char* message, size_t length) { std::strncpy(message, "error of the mock", length); }

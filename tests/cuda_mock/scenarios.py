@@ -139,6 +139,15 @@ def _copies_pageable_memory(x: torch.Tensor) -> torch.Tensor:
     return x + torch.ones(1).to(x.device, non_blocking=True)
 
 
+def _copies_pageable_memory_itself(x: torch.Tensor) -> None:
+    # As a library does; torch refuses to record its own copies of such memory.
+    device.copy(torch.empty(1, device=x.device), torch.ones(1))
+
+
+def _calls_an_unknown_function(x: torch.Tensor) -> None:
+    device.preloaded().cudaStreamAddCallback()
+
+
 def _allocates(x: torch.Tensor) -> None:
     device.allocate(1 << 10)
 
@@ -174,6 +183,8 @@ def planted() -> dict[str, Any]:
         "none": lambda x: None,
         "item": _reads_the_loss,
         "pageable copy": _copies_pageable_memory,
+        "pageable copy of a library": _copies_pageable_memory_itself,
+        "unknown function": _calls_an_unknown_function,
         "allocation": _allocates,
         "event": _WaitsOutside(),
         "fork": _forks,

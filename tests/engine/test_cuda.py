@@ -1,8 +1,14 @@
 """The torch engine on one CUDA device; skipped where there is none."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
+from flatout.config import Recipe
+from flatout.config.jobs import builtin_jobs
+from flatout.models.build import build_model
 from tests.engine.test_against_plain_loop import (
     OPTIMIZERS,
     engine_weights,
@@ -12,6 +18,7 @@ from tests.engine.test_against_plain_loop import (
     plain_loop,
 )
 from tests.engine.test_prefix import frozen_net
+from tests.engine.test_tape import CASES, CLASSES, job_net, job_recipe, net_recipe, norm_net, plain_net
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # TF32 has 10 bits of mantissa; without it the device differs from the CPU by its order of summation alone.
@@ -43,6 +50,34 @@ def test_the_recorded_step_equals_the_eager_one(schedule: str) -> None:
     eager = engine_weights(make_net(), samples, recipe, engine="cuda", capture=False)
     assert "the whole step runs as one CUDA graph" in sentences
     assert_close(eager, recorded)
+
+
+def check_recorded(make: Callable[[], nn.Module], recipe: Recipe) -> None:
+    """Compare training by recorded steps with training by eager ones."""
+    samples, sentences = make_samples(100, recipe.image_sides[0], recipe.channels, CLASSES), list[str]()
+    if recipe.loss == "binary-cross-entropy":
+        samples.labels[:] %= 2
+    recorded = engine_weights(make(), samples, recipe, engine="cuda", report=sentences.append)
+    eager = engine_weights(make(), samples, recipe, engine="cuda", capture=False)
+    assert "the whole step runs as one CUDA graph" in sentences
+    assert_close(eager, recorded)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bfloat16"])
+def test_each_way_to_train_is_recorded(name: str) -> None:
+    check_recorded(plain_net if name == "micro-batches" else norm_net, net_recipe(**EXACT | CASES[name]))
+
+
+@pytest.mark.parametrize("job", builtin_jobs())
+def test_built_in_jobs_are_recorded(job: str) -> None:
+    recipe = job_recipe(job, **EXACT)
+    check_recorded(lambda: job_net(recipe), recipe)
+
+
+@pytest.mark.parametrize("model", ["test_efficientnet", "test_vit", "test_convnext", "resnet18"])
+def test_networks_of_timm_are_recorded(model: str) -> None:
+    recipe = net_recipe(model=f"timm:{model}", image_size=32, **EXACT)
+    check_recorded(lambda: build_model(recipe, CLASSES), recipe)
 
 
 @pytest.mark.parametrize("placement", ["memory", "disk"])

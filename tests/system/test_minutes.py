@@ -110,9 +110,9 @@ def test_a_run_ends_on_time_whatever_its_steps_take(
     assert steps_per_epoch(100, 10) == 10
     plan = Budget(300.0, 90.0, Rates(step=0.2, evaluate=3.0, watch=0.5), RECIPE, 100)
     recipe, _ = plan.plan(RECIPE, 0)
-    assert recipe.max_steps == int((390 - 3 - budget.REPORT_SECONDS - 100) / 0.25)
+    assert recipe.max_steps == int((390 - 3.5 - budget.REPORT_SECONDS - 100) / 0.25)
     recipe = train(clock, plan, recipe, lambda step: 0.25 * (factor if step >= changes_at else 1))
-    assert clock.now == pytest.approx(390 - 3 - budget.REPORT_SECONDS, abs=0.03 * 300)
+    assert clock.now == pytest.approx(390 - 3.5 - budget.REPORT_SECONDS, abs=0.03 * 300)
     assert recipe.epochs == -(-recipe.max_steps // 10)
 
 
@@ -127,9 +127,9 @@ def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     ("began", "step", "said"),
     [
         (60.0, 0.2, ""),
-        (0.0, 0.2, "--minutes 2: no time is left for training; one epoch ends after 2 min 11 s in all"),
-        (0.0, 5.0, "does not fit; give at least --minutes 3.0"),  # an epoch is long
-        (-60.0, 0.2, "does not fit; give at least --minutes 3.2"),  # the set-up was
+        (0.0, 0.2, "--minutes 2: no time is left for training; one epoch ends after 2 min 15 s in all"),
+        (0.0, 5.0, "does not fit; give at least --minutes 3.1"),  # an epoch is long
+        (-60.0, 0.2, "does not fit; give at least --minutes 3.3"),  # the set-up was
     ],
 )
 def test_a_short_epoch_is_trained_after_a_slow_start(

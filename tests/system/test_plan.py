@@ -134,7 +134,7 @@ def test_a_short_last_batch_counts_unless_it_is_dropped() -> None:
 
 
 def found(job: str, data: str | None = None, images: int | None = None, classes: int | None = None) -> tuple:
-    work = find_work(job, data, {}, images, classes, accelerated=False, console=Console(None))
+    work = find_work(job, data, {}, images, classes, console=Console(None))
     return work.images, work.classes, work.recipe.model
 
 
@@ -160,18 +160,13 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
     ("arguments", "named"),
     [
         ([], "--topology v5e:2x4"),
-        (["--topology", "v5e:2x4", "--devices", "cpu"], "give one of them"),
+        (["--topology", "v5e:2x4", "--gpu", "h100"], "give one of them"),
+        (["--topology", "v5e:2x4", "--data", "nowhere"], "nowhere"),
         (["--topology", "v9:2x4"], "v2:"),
         (["--topology", "v5e:3x3"], "2x2, 2x4, 4x4"),
         (["--topology", "v5e:2x4,v5e:2x4"], "v5e:2x4 is named twice"),
         (["--topology", "v5e:2x4", "--price", "nan"], "--price nan"),
         (["--topology", "v5e:2x4", "--images", "0"], "--images 0"),
-        (["--topology", "v5e:2x4", "--engine", "torch"], "--engine torch"),
-        (["--devices", "cpu", "--price", "1"], "--price: requires --gpu or --topology"),
-        (["--devices", "cpu", "--largest-batch"], "--largest-batch: requires --gpu or --topology"),
-        (["--devices", "cpu,gpu"], "--devices gpu"),
-        (["--devices", "2xcpu", "--batch-size", "1"], "batch_size = 1 is less than"),
-        (["--devices", "cpu", "--data", "nowhere"], "nowhere"),
     ],
 )
 def test_wrong_input_is_one_message(arguments: list[str], named: str, tmp_path: Path, capsys) -> None:
@@ -191,7 +186,7 @@ def test_a_folder_in_use_is_left_alone(command: str, tmp_path: Path, capsys: pyt
     """By every command that writes a folder."""
     (tmp_path / "mine.txt").write_text("mine")
     words = [command, "sklearn:digits" if command == "look" else "digits"]
-    words += ["--devices", "cpu"] if command in ("scale", "plan") else []
+    words += {"scale": ["--devices", "cpu"], "plan": ["--gpu", "h100"]}.get(command, [])
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert "not an empty folder; choose another --out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -441,59 +436,3 @@ for generation in GENERATIONS.values():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# --- measured ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.analysis.plan.REPEAT_SECONDS", 0.2)
-
-
-@pytest.mark.slow
-def test_devices_that_are_there_are_measured(short: None, tmp_path: Path) -> None:
-    out = tmp_path / "plan"
-    began = time.monotonic()
-    result, errors = run("cats-dogs", "--set", "image_size=32", "--devices", "cpu,2xcpu", out=out)
-    seconds = time.monotonic() - began
-    assert result["estimate"] is False
-    assert [row["devices"] for row in result["devices"]] == ["cpu", "2xcpu"]
-    assert [row["processes"] for row in result["devices"]] == [1, 2]
-    for row in result["devices"]:
-        rate, job, step = row["images_per_second"], row["job_seconds"], row["step_seconds"]
-        assert 0 < rate["min"] <= rate["median"] <= rate["max"]
-        assert job["median"] * rate["median"] == pytest.approx(10 * 8000)
-        assert job["max"] == pytest.approx(row["once_seconds"] + 10 * 250 * step["max"])
-        # What was measured is no longer than the command ran, and the processes take what torch takes at least.
-        assert 0 < row["repeats"] * row["steps_each"] * step["min"] < seconds
-        assert row["repeats"] <= 5
-        assert row["peak_rss_bytes"] > row["processes"] * 100e6
-        assert row["peak_device_bytes"] is None
-        assert row["warmup_seconds"] > 0
-        assert row["images_measured"] <= 8000
-    assert result["devices"][1]["peak_rss_bytes"] > result["devices"][0]["peak_rss_bytes"]
-    assert errors.splitlines() == [f"{spec}: measuring steps of 32 images" for spec in ("cpu", "2xcpu")]
-    assert is_a_picture(out / "plan.png")
-    assert sorted(path.name for path in out.iterdir()) == ["plan.json", "plan.png"]
-
-
-@pytest.mark.slow
-def test_frozen_layers_are_counted_once(short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A VGG16 whose last layer alone trains: nearly all of the job is the cached prefix."""
-    changes = {"image_size": 32, "freeze": "all-but-last-1", "pretrained": "false", "batch_size": 16}
-    settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    out = tmp_path / "plan"
-    assert main(["plan", "oct-vgg16", *settings, "--images", "1024", "--devices", "cpu", "--out", str(out)]) == 0
-    row = json.loads((out / "plan.json").read_text())["devices"][0]
-    assert 0.3 * row["job_seconds"]["median"] < row["once_seconds"] < row["job_seconds"]["min"]
-    assert "of the job is the frozen layers" in capsys.readouterr().out
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_other_engine_is_measured_too(short: None, tmp_path: Path) -> None:
-    result, _ = run("digits", "--devices", "2xcpu", "--engine", "xla", out=tmp_path / "plan")
-    (row,) = result["devices"]
-    assert (row["engine"], row["processes"], row["runs_on"]) == ("xla", 1, "2xcpu")
-    assert row["images_per_second"]["min"] > 0

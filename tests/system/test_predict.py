@@ -79,3 +79,7 @@ def test_files_that_cannot_be_read(
         assert set(filter(None, row["set"].split("|"))) <= set(run.classes)
     assert main([*words, "--csv", str(tmp_path / "answers.csv")]) == 2
     assert "answers.csv: exists; choose another --csv" in capsys.readouterr().err
+    missing = ["predict", str(run.path), str(tmp_path / "nowhere"), "--csv", str(tmp_path / "none.csv")]
+    assert main(missing) == 2
+    assert "nowhere: there is no such file" in capsys.readouterr().err
+    assert not (tmp_path / "none.csv").exists()

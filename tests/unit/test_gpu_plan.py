@@ -222,7 +222,7 @@ def test_names() -> None:
         (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
         ([*SMALL, "--topology", "v5e:2x2"], "JOB is missing"),
         ([*SMALL, "--gpu", "l4", "--topology", "v5e:2x2"], "give one of them"),
-        (["digits", "--devices", "cpu", "--inference"], "--inference: requires --gpu"),
+        (["digits", "--topology", "v5e:2x2", "--inference"], "--inference: requires --gpu"),
         ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
         ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
         ([*SMALL, "--gpu", "l4", "--image-size", "0"], "--image-size 0: must be N or HxW"),

@@ -44,8 +44,9 @@ def estimate_on_gpus(
     traces = _tracer(work, inference=inference, allow_code=allow_code)
     rows, refused = [], []
     for name, chip in chips.items():
-        wanted = work.recipe.precision
-        precision = chip.precisions[0] if wanted == "auto" else wanted
+        precision = work.recipe.precision
+        if precision == "auto":
+            precision = _usual_precision(chip, lambda: traces(False, work.batch), inference=inference)
         if precision not in chip.precisions:
             raise InputError(f"--gpu {name}: does not compute in {precision}; use --set precision=fp32")
         trace_of = functools.partial(traces, precision == "bf16")
@@ -63,6 +64,18 @@ def estimate_on_gpus(
     median, most = EXPECTED_ERRORS["prediction" if inference else "training"]
     rows = [{**row, "expected_error": median, "expected_error_90": most} for row in rows]
     return {"estimate": True, "inference": inference, "price_per_gpu_hour": price, "gpus": rows}
+
+
+def _usual_precision(chip: Chip, trace: "Callable[[], Trace]", *, inference: bool) -> str:
+    """Return the number format that a run chooses on a GPU."""
+    from flatout.engine.torch.accelerator import BF16_OPERATIONS
+
+    if "tf32" not in chip.precisions:
+        return chip.precisions[0]
+    step = trace()
+    # A training step computes three times as much as its forward pass.
+    operations = sum(call.flops * times for call, times in step.calls.items()) / (2 if inference else 6) / step.batch
+    return "bf16" if operations >= BF16_OPERATIONS else "tf32"
 
 
 def _row(work: Work, name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> dict[str, Any]:
@@ -116,7 +129,7 @@ def _tracer(work: Work, *, inference: bool, allow_code: bool) -> "Callable[[bool
         except Exception as error:  # a network may raise anything
             raise InputError(
                 f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
-                f"{first_line(error)}); plan --devices cuda measures it on a machine with the GPU"
+                f"{first_line(error)}); flatout bench measures it on a machine with the GPU"
             ) from error
 
     return traced

@@ -1,10 +1,9 @@
 """`flatout plan`: whether a job fits into memory, how fast it runs, and what it costs, before it is trained.
 
-Steps are compiled for hardware that this machine lacks, or measured on its devices; see docs/plan.md.
+Steps are compiled or traced for hardware that this machine lacks; see docs/plan.md.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.analysis.gpu import chips_named
-from flatout.analysis.output import check_free, make_folder, spread
+from flatout.analysis.output import check_free, make_folder
 from flatout.analysis.roofline import Work, estimate
 from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
 from flatout.config import Recipe, load_recipe
@@ -27,18 +26,8 @@ from flatout.utils.style import shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from flatout.data.batches import Split
-    from flatout.distributed.world import World
-    from flatout.engine.base import Engine
-    from flatout.engine.devices import Devices
 
 PLAN_RESULT, PLAN_CHART = "plan.json", "plan.png"
-# Random images for measurements: at least this many batches, and more up to this many bytes.
-MIN_BATCHES, SAMPLE_BYTES = 4, 2**26
-# The number of measurements, the duration of each, and the duration after which no further one begins.
-REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
-# If one batch takes longer, frozen layers included, only one batch is measured.
-SLOW_SECONDS = 3.0
 # The limits of a step: their names and colours.
 LIMITS = {
     "compute": ("compute", style.RIGHT),
@@ -55,11 +44,9 @@ def plan(
     data: str | None,
     changes: Mapping[str, Any],
     *,
-    topologies: str | None,
-    devices: str | None,
+    topologies: str | None = None,
     gpus: str | None = None,
     inference: bool = False,
-    engine: str = "auto",
     images: int | None = None,
     classes: int | None = None,
     price: float | None = None,
@@ -68,12 +55,11 @@ def plan(
     out: Path | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Plan a job for topologies, GPUs or devices; write plan.json and plan.png; return the former's content.
+    """Plan a job for topologies or GPUs; write plan.json and plan.png; return the former's content.
 
     Args:
         job: None if `changes` name a model.
-        topologies, gpus, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; names of GPUs; or SPECs of devices to
-            measure.
+        topologies, gpus: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or names of GPUs.
         inference: plan predictions instead of training, on GPUs.
         images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
         price: the price of one chip for an hour, in any currency.
@@ -84,13 +70,13 @@ def plan(
         InputError: an argument is wrong, or the model cannot be compiled.
         TrainingFailed: the devices or the compiler failed, or memory was insufficient.
     """
-    _check_flags(topologies, gpus, devices, engine, price, largest_batch, inference)
+    _check_flags(topologies, gpus, price, inference)
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
 
-    def find(*, accelerated: bool) -> Work:
+    def find() -> Work:
         if job is not None:
-            return find_work(job, data, changes, images, classes, accelerated=accelerated, console=console)
+            return find_work(job, data, changes, images, classes, console=console)
         if not chips or data is not None:
             raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
         return work_of_model(changes, images, classes)
@@ -98,21 +84,14 @@ def plan(
     if chips:
         from flatout.analysis.gpu_plan import estimate_on_gpus
 
-        work = find(accelerated=True)
+        work = find()
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
-    elif topologies is not None:
+    else:
+        assert topologies is not None
         chosen = parse_topologies(topologies)
-        work = find(accelerated=True)
+        work = find()
         with tpu_compiler(work, allow_code, console) as compile_step:
             planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
-    else:
-        from flatout.engine.devices import machine
-
-        specs = parse_specs(devices or "", engine)
-        accelerated = all(spec.is_accelerated for spec in specs.values())
-        work = find(accelerated=accelerated)
-        rows = [_measure(work, spec, devices.engine, allow_code, console) for spec, devices in specs.items()]
-        planned = {"estimate": False, "devices": rows, "machine": machine()}
     recipe = work.recipe
     result = {
         "job": recipe.job,
@@ -131,28 +110,16 @@ def plan(
     return {**result, "out": str(out)}
 
 
-def _check_flags(
-    topologies: str | None,
-    gpus: str | None,
-    devices: str | None,
-    engine: str,
-    price: float | None,
-    largest_batch: bool,
-    inference: bool,
-) -> None:
-    if topologies is None and gpus is None and devices is None:
+def _check_flags(topologies: str | None, gpus: str | None, price: float | None, inference: bool) -> None:
+    if topologies is None and gpus is None:
         raise InputError(
-            "plan needs --gpu, --topology or --devices: --gpu h100 estimates the job on GPUs that you don't have, "
-            "--topology v5e:2x4 compiles it for TPUs, --devices cpu measures a few steps on this machine"
+            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
+            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
         )
-    if sum(given is not None for given in (topologies, gpus, devices)) > 1:
-        raise InputError("--gpu and --topology estimate, --devices measures: give one of them")
+    if topologies is not None and gpus is not None:
+        raise InputError("--gpu and --topology: give one of them")
     if price is not None and not (price > 0 and math.isfinite(price)):
         raise InputError(f"--price {price:g}: must be greater than 0")
-    if devices is not None and (price is not None or largest_batch):
-        raise InputError(f"{'--largest-batch' if price is None else '--price'}: requires --gpu or --topology")
-    if topologies is not None and engine == "torch":
-        raise InputError("--engine torch: not available with --topology, which compiles with XLA")
     if inference and gpus is None:
         raise InputError("--inference: requires --gpu")
 
@@ -191,7 +158,6 @@ def find_work(
     images: int | None,
     classes: int | None,
     *,
-    accelerated: bool,
     console: Console,
 ) -> Work:
     """Return the recipe and the size of its data: given, counted in the data, or published.
@@ -206,7 +172,7 @@ def find_work(
     elif Path(job).suffix == ".toml":
         recipe = load_recipe(Path(job)).override(changes)
     if recipe is None or data is not None or (recipe.data.path and None in (images, classes)):
-        recipe, *sizes, about = _count(job, data, changes, accelerated, console)
+        recipe, *sizes, about = _count(job, data, changes, console)
     elif images is not None and classes is not None:
         sizes, about = (images, classes), "as given"
     elif job in PUBLISHED:
@@ -219,15 +185,13 @@ def find_work(
     return Work(recipe=recipe, images=images or sizes[0], classes=classes or sizes[1], about=about)
 
 
-def _count(
-    job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
-) -> tuple[Recipe, int, int, str]:
+def _count(job: str, data: str | None, changes: Mapping[str, Any], console: Console) -> tuple[Recipe, int, int, str]:
     from flatout.data.build import bits_of
     from flatout.data.source import ImageDataset
     from flatout.tasks import with_task
     from flatout.train.recipes import resolve
 
-    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    recipe, found = resolve(job, data, changes, accelerated=True, console=console)
     source = found if isinstance(found, ImageDataset) else found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]
@@ -236,138 +200,6 @@ def _count(
     share += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
     images = stop - start - round((stop - start) * share)
     return with_task(recipe, source.task), images, len(source.classes) or 1, str(source.path or source.kind)
-
-
-# --- measured steps ---------------------------------------------------------------------------------------------------
-
-
-def parse_specs(devices: str, engine: str) -> "dict[str, Devices]":
-    """Return the devices of each SPEC of a list such as `cpu,2xcpu`. Raises InputError."""
-    from flatout.analysis.scale import split_specs
-    from flatout.engine.devices import engine_for, parse_devices
-
-    return {spec: parse_devices(spec, engine_for(spec, engine)) for spec in split_specs(devices)}
-
-
-def _measure(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
-    """Return the row of a SPEC, measured in new processes; see docs/plan.md.
-
-    Images are random, since the time of a step does not depend on them.
-    """
-    from flatout.engine.factory import choose_processes
-    from flatout.engine.processes import check_batch, run_on_devices
-    from flatout.models.build import build_model
-
-    recipe = work.recipe
-    chosen = choose_processes(
-        spec, recipe, work.images, lambda: build_model(recipe, work.classes, allow_code=allow_code), engine
-    )
-    if chosen.reason:
-        console.note(chosen.reason)
-    ranks = chosen.devices.ranks
-    check_batch(work.batch, len(ranks.names))
-    console.note(f"{spec}: measuring steps of {work.batch:,} images")
-    measured = run_on_devices(
-        _measure_on_rank,
-        (work, str(chosen.devices), engine, allow_code, REPEAT_SECONDS),
-        spec=str(chosen.devices),
-        engine=engine,
-        threads=chosen.threads,
-        console=console,
-        own_process=True,
-    )
-    once = measured["once_seconds"] * work.images
-    jobs = [once + seconds * work.steps for seconds in measured["step_seconds"]]
-    return {
-        "devices": spec,
-        "kind": chosen.devices.kind,
-        "engine": engine,
-        "processes": len(ranks.names),
-        **measured,
-        "step_seconds": spread(measured["step_seconds"]),
-        "images_per_second": spread(work.images_trained / seconds for seconds in jobs),
-        "job_seconds": spread(jobs),
-        "once_seconds": once,
-        "repeats": len(jobs),
-        "image_bytes": _image_bytes(work) * work.images,
-    }
-
-
-def _measure_on_rank(
-    console: Console, world: "World", work: Work, devices: str, engine: str, allow_code: bool, repeat_seconds: float
-) -> dict[str, Any]:
-    """Warm up and measure on one of the ranks; all take the same steps and return the same."""
-    from flatout.engine.devices import spec_of
-    from flatout.engine.factory import make_engine
-    from flatout.models.build import build_model
-    from flatout.utils.host import peak_rss_bytes
-
-    began = time.perf_counter()
-    model = build_model(work.recipe, work.classes, allow_code=allow_code)
-    made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
-    try:
-        images = work.batch
-        once, timed = _warm_up(work, made, world, images)
-        if once + timed.seconds(1) < SLOW_SECONDS:
-            timed.close()
-            images = min(work.images, work.batch * max(MIN_BATCHES, SAMPLE_BYTES // (work.batch * _image_bytes(work))))
-            once, timed = _warm_up(work, made, world, images)
-        steps = timed.steps_in(repeat_seconds)
-        warmup_seconds = time.perf_counter() - began
-        found: list[float] = []
-        while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
-            found.append(timed.seconds(steps))
-        gather = world.all_gather_object
-        return {
-            "threads_per_process": made.threads,
-            "runs_on": spec_of([name for names in gather(made.device_names) for name in names]),
-            "step_seconds": found,
-            "steps_each": steps,
-            "once_seconds": once / images,
-            "warmup_seconds": warmup_seconds,
-            "images_measured": images,
-            "peak_rss_bytes": sum(gather(peak_rss_bytes())),
-            "peak_device_bytes": max(gather(made.peak_memory_bytes() or 0)) or None,
-        }
-    finally:
-        made.close()
-
-
-def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple[float, Any]:
-    """Place images and take a step; return the seconds of one-time work, and its steps."""
-    from flatout.analysis.throughput import Timed, training
-
-    def seconds_to_begin(epoch: int) -> float:
-        began = time.perf_counter()
-        placed.begin_epoch(epoch)
-        engine.counts()
-        return time.perf_counter() - began
-
-    placed = engine.place(_random_samples(work, images))
-    # The output of frozen layers is cached for each view at the start of its first epoch.
-    views = range(min(max(1, work.recipe.augment.views), work.recipe.epochs))
-    first, again = (sum(map(seconds_to_begin, views)) for _ in range(2))
-    placed.compile()
-    timed = Timed(training(placed, engine, world, work.recipe), engine, world)
-    timed.seconds(1)
-    return world.broadcast_object(max(0.0, first - again)), timed
-
-
-def _image_bytes(work: Work) -> int:
-    return math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
-
-
-def _random_samples(work: Work, images: int) -> "Split":
-    from flatout.data.batches import Split
-    from flatout.tasks import task_of
-
-    recipe, rng = work.recipe, np.random.default_rng(work.recipe.seed)
-    shape, bits = (images, *recipe.stored_sides, recipe.channels), recipe.data.bits or 8
-    return Split(
-        images=rng.integers(0, 2**bits, shape, dtype=np.uint16 if bits == 16 else np.uint8),
-        rows=np.arange(images),
-        labels=task_of(work.recipe).random_labels(rng, images, work.classes),
-    )
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -379,8 +211,7 @@ def format_plan(result: Row) -> list[str]:
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"
     )
-    form = _format_gpus if "gpus" in result else _format_estimate if result["estimate"] else _format_measured
-    lines = form(result)
+    lines = (_format_gpus if "gpus" in result else _format_estimate)(result)
     return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}, {PLAN_CHART}"]
 
 
@@ -460,30 +291,6 @@ def _remarks(result: Row, row: Row) -> list[str]:
     return found
 
 
-def _format_measured(result: Row) -> list[str]:
-    head = ["devices", "processes x threads", "memory", "step", "images/s", "least to most", "job", "least to most"]
-    table, remarks = [head], []
-    for row in result["devices"]:
-        rate, job = row["images_per_second"], row["job_seconds"]
-        cells = [row["devices"], f"{row['processes']} x {row['threads_per_process']}"]
-        cells += [_bytes(row["peak_device_bytes"] or row["peak_rss_bytes"]), _short(row["step_seconds"]["median"])]
-        for figure, text in ((rate, style.plain), (job, _span)):
-            cells += [text(figure["median"]), f"{text(figure['min'])} to {text(figure['max'])}"]
-        table.append(cells)
-        held, every = row["images_measured"], result["images"]
-        rest = f"; all {every:,} take {_bytes(row['image_bytes'])}" if held < every else ""
-        whose = "the device with the most" if row["peak_device_bytes"] else "all processes"
-        remarks.append(
-            f"{row['devices']}: {row['repeats']} times {counted(row['steps_each'], 'step')}, after "
-            f"{_span(row['warmup_seconds'])} of start and warm-up; memory of {whose}, with {held:,} images{rest}."
-        )
-        if row["once_seconds"] > 0.01 * job["median"]:
-            once = _span(row["once_seconds"])
-            remarks.append(f"{row['devices']}: {once} of the job is the frozen layers, computed once and cached.")
-    note = "Training steps on random images; reading and decoding, evaluation and reports are not included."
-    return [*aligned(table), "", note, *remarks]
-
-
 def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1000:
@@ -508,13 +315,13 @@ def _short(seconds: float) -> str:
 
 def draw_plan(path: Path, result: Row) -> None:
     """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
-    how = "measured" if not result["estimate"] else "estimate" if "gpus" in result else "estimate, upper bound"
+    how = "estimate" if "gpus" in result else "estimate, upper bound"
     title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
     figure = style.new_figure(9.0, 3.9, title=title)
     left, right = figure.subplots(1, 2)
     if "gpus" in result:
         _draw_gpus(left, right, result["gpus"])
-    elif result["estimate"]:
+    else:
         style.style_panel(left, "Images per second, upper bound", "chips")
         style.style_panel(right, "Step time by limit; the longest decides")
         if fitting := [row for row in result["topologies"] if row["fits"]]:
@@ -523,15 +330,6 @@ def draw_plan(path: Path, result: Row) -> None:
         else:
             for axes in (left, right):
                 style.add_message(axes, "does not fit")
-    else:
-        rows = result["devices"]
-        names = [row["devices"] for row in rows]
-        style.style_panel(left, f"Images per second, median of {max(row['repeats'] for row in rows)} (least and most)")
-        style.style_panel(right, f"Time of {counted(result['epochs'], 'epoch')}, seconds")
-        style.draw_bars(left, names, [row["images_per_second"] for row in rows], style.plain)
-        style.draw_bars(right, names, [row["job_seconds"] for row in rows], _span)
-        for axes in (left, right):
-            style.start_at_zero(axes, headroom=0.1)
     style.write_png(figure, path)
 
 

@@ -250,15 +250,14 @@ def do_scale(args: Namespace, console: Console) -> Output:
 
 @command(
     "[JOB]",
-    "--gpu --topology --devices --engine --data --images --classes --model --image-size --epochs --batch-size"
+    "--gpu --topology --data --images --classes --model --image-size --epochs --batch-size"
     " --inference --price --largest-batch --out --set --json",
     "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
-    devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
     classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
 )
 def do_plan(args: Namespace, console: Console) -> Output:
-    """Estimate speed and memory of a job on GPUs or TPUs, or measure a few steps here."""
+    """Estimate speed, memory and cost of a job on GPUs or TPUs that you don't have."""
     from flatout.analysis.plan import format_plan, plan
 
     result = plan(
@@ -268,8 +267,6 @@ def do_plan(args: Namespace, console: Console) -> Output:
         topologies=args.topology,
         gpus=args.gpu,
         inference=args.inference,
-        devices=args.devices,
-        engine=args.engine,
         images=args.images,
         classes=args.classes,
         price=args.price,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,16 +223,19 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
     if columns is None:
         ranks = range(1, min(top, len(run.classes)) + 1)
         columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
+    if path.exists():
+        raise InputError(f"{path}: exists; choose another --csv, or remove it")
+    # Wrong arguments are reported before there is a file.
+    predictions = iter(predictions)
+    first = list(islice(predictions, 1))
     try:
         with path.open("x", newline="", encoding="utf-8", errors="backslashreplace") as file:
             table = csv.DictWriter(file, ["file", *columns, "unknown", "set", "explanation", "error"])
             table.writeheader()
-            for one in predictions:
+            for one in chain(first, predictions):
                 table.writerow(_row(one, numbered="class_1" in columns))
                 counts["images"] += 1
                 counts["unreadable"] += one.error is not None
-    except FileExistsError:
-        raise InputError(f"{path}: exists; choose another --csv, or remove it") from None
     except OSError as error:
         message = f"{path}: cannot be written: {error.strerror}"
         if error.errno in NO_SPACE:

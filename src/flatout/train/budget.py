@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
-# Seconds for pictures, the report and the end of the processes, without the last evaluation.
-REPORT_SECONDS = 6.0
+# Seconds for weights, predictions, pictures, the report and the end of the processes, without the last evaluation.
+REPORT_SECONDS = 10.0
 # Seconds for several processes to end.
 RANKS_SECONDS = 4.0
 # Slowdown of the last evaluation, which keeps logits and features.
@@ -53,7 +53,8 @@ class Budget:
 
     def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
         self._seconds, self._rates = seconds, rates
-        self._ends = began + seconds - rates.evaluate - REPORT_SECONDS
+        # The last epoch, which may be short, is evaluated like the others.
+        self._ends = began + seconds - rates.watch - rates.evaluate - REPORT_SECONDS
         self._steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
         self._planned_at = self._first_at = time.perf_counter()
         self._first_done: int | None = None

@@ -246,14 +246,15 @@ def start_engine(
 
 
 def _without_needless_epochs(recipe: Recipe, stage: "HeadStage", options: "Options", log: RunLog) -> Recipe:
-    """With a time budget, drop fine-tuning if the head alone is good enough."""
-    if not recipe.epochs or options.minutes is None or not stage.is_enough():
+    """With a time budget, drop fine-tuning if the head alone is good enough, and say what would help."""
+    if options.minutes is None or not stage.is_enough():
         return recipe
     log.note(
-        f"fine-tuning is left out: heads that have not seen them answer {stage.share_right:.2%} of the images "
-        "rightly; more images, or other ones, would help more than minutes"
+        ("fine-tuning is left out: " if recipe.epochs else "")
+        + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, or other "
+        "ones, would help more than minutes"
     )
-    return recipe.without_fine_tuning()
+    return recipe.without_fine_tuning() if recipe.epochs else recipe
 
 
 def _load_initial_weights(model: "nn.Module", recipe: Recipe, world: "World", log: RunLog) -> None:

@@ -351,9 +351,11 @@ class TorchEngine:
     def _try_backward(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
         """Compute a micro-batch; if it waits for the device, the step is not captured: that would fail later."""
         captured = self._captured
+        # The first time, libraries are initialised and a compiled model is compiled, which may wait.
+        self._backward(source, inputs, alone)
         if captured is None or captured.is_off:
-            self._backward(source, inputs, alone)
             return
+        self._forget_gradients()
         try:
             with self.setup.accelerator.refusing_to_wait():
                 self._backward(source, inputs, alone)
@@ -361,8 +363,6 @@ class TorchEngine:
             if is_out_of_memory(error):
                 raise
             captured.refuse(error)
-            self._forget_gradients()
-            self._backward(source, inputs, alone)
         if alone.normalised_others and self.world.is_joined:
             captured.refuse("the ranks exchange the length of what the model normalises besides its batch")
 
