@@ -43,6 +43,8 @@ IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225
 RECORDED = "the whole step runs as one CUDA graph"
 # The kernels of a profile that are written, and the steps that it has.
 TOP_KERNELS, PROFILED_STEPS = 25, 5
+# The steps of two ranks that are timed. Both ranks must take the same ones, so their number cannot depend on the clock.
+RANK_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Scale:
     """How much is measured.
 
     Attributes:
-        seconds: of each timing.
+        seconds: of the timing of a small network's step; of ResNet-50's, three times as long.
         warm_up_steps: after which cuDNN has chosen its algorithms and the step is recorded.
         matrix_size: of the largest product.
         copied_bytes: of a copy.
@@ -74,7 +76,7 @@ class Scale:
 
 
 FULL = Scale(
-    seconds=3.0,
+    seconds=1.0,
     warm_up_steps=12,
     matrix_size=8192,
     copied_bytes=1 << 28,
@@ -170,10 +172,10 @@ class Training:
             self._steps += 1
         self.engine.counts()
 
-    def figures(self, scale: Scale) -> dict[str, Any]:
-        """Return the speed of the steps and the memory that they take."""
-        self.run(scale.warm_up_steps)
-        seconds = seconds_of(self.run, scale.seconds)
+    def figures(self, warm_up_steps: int, seconds: float) -> dict[str, Any]:
+        """Return the speed of the steps after those of the warm-up, timed for `seconds`, and their memory."""
+        self.run(warm_up_steps)
+        seconds = seconds_of(self.run, seconds)
         return {
             "milliseconds": 1000 * seconds,
             "images_per_second": self.recipe.batch_size / seconds,
@@ -252,7 +254,7 @@ def machine(results: "Results", scale: Scale, data: Path | None) -> None:
         )
         if shutil.which("nvidia-smi"):
             figures["nvidia-smi"] = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True).stdout
-    count, seconds = scale.copied_bytes, scale.seconds / 6
+    count, seconds = scale.copied_bytes, scale.seconds / 3
     there, here = torch.empty(count, dtype=torch.uint8, device="cuda"), torch.empty(count, dtype=torch.uint8)
     for name, source in {"pageable": here, "pinned": here.pin_memory(), "device": there.clone()}.items():
         with results.measuring(f"copy from {name} memory") as figures:
@@ -312,7 +314,7 @@ def tests(results: "Results", scale: Scale, data: Path | None) -> None:
     with results.measuring("tests") as figures, tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
         # Warnings of other versions are not what these tests are for here.
-        options = ["-q", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", *scale.tests]
+        options = ["-v", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", *scale.tests]
         subprocess.run([sys.executable, "-m", "pytest", "tests/engine/test_cuda.py", *options], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
         failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -362,13 +364,14 @@ def fashion_step(results: "Results", scale: Scale, data: Path | None) -> None:
     """The step of the job fashion-mnist in each precision, memory format and way to launch it."""
     job = load_job("fashion-mnist").override({"batch_size": scale.small_batch})
     samples = random_split(job, scale.small_images, 10)
-    formats = {"NCHW": True, "NHWC": False}
-    for precision, layout, way in itertools.product(("tf32", "bf16"), formats, WAYS):
+    formats = {"NHWC": False, "NCHW": True}
+    # What takes longest to compile comes last, since the time may run out.
+    for way, precision, layout in itertools.product(WAYS, ("bf16", "tf32"), formats):
         with results.measuring(f"{precision}, {layout}, {way}") as figures:
             recipe = job.override({"precision": precision})
             training = Training(recipe, samples, is_nchw=formats[layout], **WAYS[way])
             with contextlib.closing(training):
-                figures |= training.figures(scale)
+                figures |= training.figures(scale.warm_up_steps, scale.seconds)
                 if way != "eager":
                     figures["kernels"] = top_kernels(training)
 
@@ -395,7 +398,7 @@ def resnet50(results: "Results", scale: Scale, data: Path | None) -> None:
                 placed = "device" if placement == "synthetic" else placement
                 changed = recipe.override({"batch_size": batch, "data.placement": placed})
                 with contextlib.closing(Training(changed, chosen, **WAYS[way])) as training:
-                    figures |= training.figures(scale)
+                    figures |= training.figures(scale.warm_up_steps, 3 * scale.seconds)
                     figures["kernels"] = top_kernels(training)
 
 
@@ -425,7 +428,7 @@ def fast_cnn(results: "Results", scale: Scale, data: Path | None) -> None:
     samples = random_split(recipe, scale.small_images, 10)
     for way in WAYS:
         with results.measuring(way) as figures, contextlib.closing(Training(recipe, samples, **WAYS[way])) as training:
-            figures |= training.figures(scale)
+            figures |= training.figures(scale.warm_up_steps, scale.seconds)
             figures["kernels"] = top_kernels(training)
             size = recipe.batch_size
             weights = np.where(np.arange(size) < size // 2, 1, 0).astype(np.float32)
@@ -464,7 +467,7 @@ def recovery(results: "Results", scale: Scale, data: Path | None) -> None:
     for name, net in {"a step that waits": Waiting(), "dropout after it": dropout}.items():
         training = Training(recipe, samples, net=net)
         with results.measuring(name) as figures, contextlib.closing(training):
-            figures |= training.figures(scale)
+            figures |= training.figures(scale.warm_up_steps, scale.seconds)
             figures["is_finite"] = training.engine.is_finite()
     with results.measuring("two ranks") as figures:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -480,19 +483,21 @@ def rank(results: "Results", scale: Scale, data: Path | None) -> None:
     samples = random_split(recipe, 512, 10)
     world = join("auto")
     with contextlib.closing(Training(recipe, samples, world=world)) as training:
-        figures = training.figures(scale)
-        together = training.weights()
-    is_first = world.rank == 0
+        training.run(scale.warm_up_steps)
+        together, notes = training.weights(), training.notes
+        began = time.perf_counter()
+        training.run(RANK_STEPS)
+        seconds = (time.perf_counter() - began) / RANK_STEPS
+    is_first, backend = world.rank == 0, world.backend
     world.barrier()
     world.leave()
     if not is_first:
         return
-    with results.measuring("two ranks against one") as found:
-        found |= figures | {"backend": world.backend}
-        steps = scale.warm_up_steps
+    with results.measuring("two ranks against one") as figures:
+        figures |= {"milliseconds": 1000 * seconds, "backend": backend, "notes": notes}
         with contextlib.closing(Training(recipe, samples, world=World(device=torch.device("cuda:0")))) as training:
-            training.run(steps)
-            found["largest_difference"] = largest_difference(together, training.weights())
+            training.run(scale.warm_up_steps)
+            figures["largest_difference"] = largest_difference(together, training.weights())
 
 
 PARTS: dict[str, Callable[["Results", Scale, Path | None], None]] = {

@@ -18,7 +18,7 @@ from tests.engine.test_against_plain_loop import (
     plain_loop,
 )
 from tests.engine.test_prefix import frozen_net
-from tests.engine.test_tape import CASES, CLASSES, job_net, job_recipe, net_recipe, norm_net, plain_net
+from tests.engine.test_tape import CASES, CLASSES, Waits, job_net, job_recipe, net_recipe, norm_net, plain_net
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # TF32 has 10 bits of mantissa; without it the device differs from the CPU by its order of summation alone.
@@ -78,6 +78,31 @@ def test_built_in_jobs_are_recorded(job: str) -> None:
 def test_networks_of_timm_are_recorded(model: str) -> None:
     recipe = net_recipe(model=f"timm:{model}", image_size=32, **EXACT)
     check_recorded(lambda: build_model(recipe, CLASSES), recipe)
+
+
+class Synchronises(nn.Module):
+    """Waits for the device in a way that only a capture refuses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return x
+
+
+def train_after_a_refused_step(_: int, how: str) -> None:
+    """Train a model that cannot be recorded, then one that can; both have dropout, whose state a capture changes."""
+    waiting = Synchronises() if how == "synchronize" else Waits(how)
+    recipe, sentences = net_recipe(**EXACT), list[str]()
+    net = nn.Sequential(plain_net(), waiting)
+    weights = engine_weights(net, make_samples(100, classes=CLASSES), recipe, engine="cuda", report=sentences.append)
+    assert [sentence for sentence in sentences if "without a CUDA graph" in sentence], sentences
+    assert all(value.isfinite().all() for value in weights.values())
+    check_recorded(plain_net, recipe)
+
+
+@pytest.mark.parametrize("how", ["item", "synchronize"])
+def test_training_goes_on_after_a_step_that_cannot_be_recorded(how: str) -> None:
+    # In a process of its own: a failed capture may spoil all that follows.
+    torch.multiprocessing.spawn(train_after_a_refused_step, (how,))
 
 
 @pytest.mark.parametrize("placement", ["memory", "disk"])
