@@ -244,7 +244,7 @@ def machine(results: "Results", scale: Scale, data: Path | None) -> None:
         figures["python"] = platform.python_version()
         figures |= {name: version(name) for name in ("torch", "numpy", "timm", "triton")}
         figures |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
     with results.measuring("machine") as figures:
         figures |= describe_machine()
         properties = torch.cuda.get_device_properties(0)

@@ -102,6 +102,15 @@ def large() -> dict[str, Any]:
     return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
 
 
+def compiled() -> dict[str, Any]:
+    """Return what the step of a residual network does, and what it does once torch has compiled the model."""
+    recipe = net_recipe(model="timm:resnet18", image_size=64, channels=3, precision="bf16", **_colours(3))
+    found = {"eager": measure(build_model(recipe, CLASSES), recipe)}
+    net = build_model(recipe, CLASSES)
+    net.compile()
+    return found | {"compiled": measure(net, recipe)}
+
+
 def tape_cases() -> dict[str, Any]:
     nets = {"micro-batches": plain_net}
     return {name: measure(nets.get(name, norm_net)(), net_recipe(**changes)) for name, changes in CASES.items()}
