@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from flatout.config import Recipe
 from flatout.config.jobs import builtin_jobs
@@ -102,7 +103,7 @@ def train_after_a_refused_step(_: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["item", "synchronize"])
 def test_training_goes_on_after_a_step_that_cannot_be_recorded(how: str) -> None:
     # In a process of its own: a failed capture may spoil all that follows.
-    torch.multiprocessing.spawn(train_after_a_refused_step, (how,))
+    spawn(train_after_a_refused_step, (how,))
 
 
 @pytest.mark.parametrize("placement", ["memory", "disk"])
