@@ -33,9 +33,9 @@ def test_a_compiled_step_is_recorded_and_its_kernels_spill_nothing(
     assert found["compiled"]["start"]["graph nodes"] < found["eager"]["start"]["graph nodes"]
     kernels = resources(tmp_path / "triton")
     assert len(kernels) >= 5
-    for name, (registers, local_bytes) in kernels.items():
+    for name, (registers, spilled_bytes) in kernels.items():
         assert registers <= MAX_REGISTERS, name
-        assert local_bytes == 0, name
+        assert spilled_bytes == 0, name
 
 
 def resources(folder: Path) -> dict[str, tuple[int, int]]:
@@ -50,5 +50,6 @@ def resources(folder: Path) -> dict[str, tuple[int, int]]:
         assert json.loads(cubin.with_suffix(".json").read_text())["target"]["arch"] == 90
         usage = re.search(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
         assert usage, said
-        found[usage[1]] = int(usage[2]), int(usage[4])
+        # Spilled registers are on the stack.
+        found[usage[1]] = int(usage[2]), int(usage[3]) + int(usage[4])
     return found
