@@ -335,9 +335,9 @@ def _affine_grid(maps_B23: "torch.Tensor", height: int, width: int) -> "torch.Te
     """
     import torch
 
-    y, x = ((2 * torch.arange(n, device=maps_B23.device) + 1) / n - 1 for n in (height, width))
+    y, x = (torch.linspace(-1, 1, n, device=maps_B23.device) * (n - 1) / n for n in (height, width))
     of_x, of_y, moved = (maps_B23[:, None, None, :, column] for column in range(3))
-    return of_x * x[:, None] + (of_y * y[:, None, None] + moved)
+    return of_x * x[:, None] + of_y * y[:, None, None] + moved
 
 
 def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":
