@@ -102,9 +102,9 @@ def large() -> dict[str, Any]:
     return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
 
 
-def compiled() -> dict[str, Any]:
-    """Return what the step of a residual network does, and what it does once torch has compiled the model."""
-    recipe = net_recipe(model="timm:resnet18", image_size=64, channels=3, precision="bf16", **_colours(3))
+def compiled(model: str, size: int) -> dict[str, Any]:
+    """Return what the step of a network does on images of so many pixels, and what it does once torch compiled it."""
+    recipe = net_recipe(model=model, image_size=size, channels=3, precision="bf16", **_colours(3))
     found = {"eager": measure(build_model(recipe, CLASSES), recipe)}
     net = build_model(recipe, CLASSES)
     net.compile()
