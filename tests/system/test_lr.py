@@ -11,19 +11,14 @@ from PIL import Image
 
 from flatout.analysis.lr_finder import suggest
 from flatout.cli.main import main
+from tests.system.run_files import write_digits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the arguments for digits in a file: no test then imports scikit-learn again."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    path = tmp_path_factory.mktemp("data") / "digits.npz"
-    np.savez(path, images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
-    return ["digits", "--data", str(path), "--devices", "cpu"]
+    return ["digits", "--data", str(write_digits(tmp_path_factory.mktemp("data") / "digits.npz")), "--devices", "cpu"]
 
 
 def find(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

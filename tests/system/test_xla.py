@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 import flatout
 from flatout.cli.main import main
-from tests.system.run_files import summary, weights
+from tests.system.run_files import free_port, summary, weights
 
 FLATOUT = [sys.executable, "-m", "flatout"]
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
@@ -96,12 +95,6 @@ def test_resume_on_the_other_engine(engines: tuple[str, str], alone: Path, tmp_p
     said = run("train", "--resume", "--out", str(out), "--epochs", "2", *second)
     assert "resumed after epoch 1" in said
     assert_same_weights(alone, out)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow
