@@ -1,7 +1,6 @@
 """Numbers of several ranks become one: the same bits on each, through shared memory and through gloo."""
 
 import itertools
-import os
 from typing import Any
 
 import numpy as np
@@ -175,15 +174,3 @@ def join_as_another(world: World) -> str:
 def test_a_process_group_of_other_ranks_is_refused() -> None:
     said = on_ranks(2, join_as_another, backend="gloo")
     assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
-
-
-def test_these_tests_see_what_happens_to_a_rank() -> None:
-    with pytest.raises(RuntimeError, match="rank 1 ended without an answer"):
-        on_ranks(2, die)
-
-
-def die(world: World) -> None:
-    """The second rank dies while the first one waits for it."""
-    if world.rank == 1:
-        os._exit(3)
-    world.barrier()
