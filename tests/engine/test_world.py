@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.distributed.consistency import agree
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.utils.errors import InputError, RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
+from tests.engine.test_against_plain_loop import make_recipe
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
@@ -174,3 +176,18 @@ def join_as_another(world: World) -> str:
 def test_a_process_group_of_other_ranks_is_refused() -> None:
     said = on_ranks(2, join_as_another, backend="gloo")
     assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
+
+
+def agreed(world: World) -> str:
+    """Compare recipes with other rates; return what is refused."""
+    try:
+        agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), None)  # pyright: ignore[reportArgumentType]
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_recipes_are_told_apart() -> None:
+    said = on_ranks(2, agreed)
+    assert said[0] == said[1]
+    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said[0]

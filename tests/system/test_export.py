@@ -227,8 +227,8 @@ def test_what_cannot_be_exported_leaves_nothing(
 # --- every network, every kind of run ---------------------------------------------------------------------------------
 
 # Size and channels of what networks are trained on; the others have the layers of these.
-NETS = {"fashion-cnn": (28, 1), "cats-dogs-cnn": (48, 3), "fast-cnn-16": (28, 1), "timm:resnet18": (32, 3)}
-NETS |= {"timm:test_vit": (160, 3), "timm:mobilenetv3_small_050": (48, 3)}
+NETS = {"fashion-cnn": (28, 1), "cats-dogs-cnn": (48, 3), "fast-cnn-16": (28, 1), "timm:test_resnet": (32, 3)}
+NETS |= {"timm:test_vit": (160, 3), "timm:test_efficientnet": (48, 3)}
 # Networks with a twin in Keras.
 TWINS = {"fashion-cnn": (28, 1, "model.keras"), "keras-resnet50": (32, 3, "model.weights.h5")}
 

@@ -87,14 +87,10 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
     ("values", "said"),
     [
         ({"nodes": "0"}, "--nodes 0"),
-        ({"nodes": "two"}, "--nodes two: must be a number of hosts or MIN:MAX"),
         ({"nodes": "3:2"}, "--nodes 3:2"),
-        ({"nodes": "1:2:3"}, "--nodes 1:2:3"),
         ({"nodes": "2", "node_rank": 2, "rendezvous": "a:1"}, "--node-rank 2: must be from 0 to 1"),
         ({"nodes": "2"}, "--nodes 2: needs --rendezvous HOST:PORT"),
         ({"nodes": "2", "rendezvous": "a"}, "--rendezvous a: must be HOST:PORT"),
-        ({"nodes": "2", "rendezvous": "a:0"}, "--rendezvous a:0"),
-        ({"nodes": "2", "rendezvous": ":1"}, "--rendezvous :1"),
         ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],
 )
@@ -181,9 +177,9 @@ def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, H
     assert not left
 
 
-def on_both(hosts: tuple[Host, Host], *arguments: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
-    """Start the same command on both hosts, but for the rank of the host and what `second` adds on the second."""
-    return [start(hosts, rank, *arguments, *(second if rank else ())) for rank in (0, 1)]
+def on_both(hosts: tuple[Host, Host], *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start the same command on both hosts, but for the rank of the host."""
+    return [start(hosts, rank, *arguments) for rank in (0, 1)]
 
 
 def start(hosts: tuple[Host, Host], rank: int, *arguments: str, nodes: str = "2") -> subprocess.Popen[str]:
@@ -283,7 +279,7 @@ def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs:
 
 @pytest.mark.slow
 def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    run, length = hosts[0].folder / "run", ("--epochs", "40", "--batch-size", "200")
+    run, length = hosts[0].folder / "run", ("--epochs", "30", "--batch-size", "200")
     processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
     wait_for_an_epoch(run, processes, 2)
     processes[1].kill()
@@ -303,20 +299,19 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
     alone = tmp_path / "alone"
     data = ["--data", str(hosts[0].folder / "digits.npz")]
     assert main([*TRAIN, *data, *length, "--epochs", "3", "--devices", "cpu", "--out", str(alone)]) == 0
-    assert summary(run)["images_trained"] * 3 == summary(alone)["images_trained"] * 40
+    assert summary(run)["images_trained"] * 3 == summary(alone)["images_trained"] * 30
     assert losses(run)[:3] == pytest.approx(losses(alone)[:3], rel=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["optimizer.lr = 0.1, but rank 0 (host", "data labels (digest)"])
-def test_hosts_with_different_recipes_or_data_are_told_apart(what: str, hosts: tuple[Host, Host]) -> None:
-    if is_data := "data" in what:
-        with np.load(hosts[0].folder / "digits.npz") as arrays:
-            np.savez(hosts[1].folder / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
-    processes = on_both(hosts, *TRAIN, "--devices", "cpu", second=() if is_data else ("--lr", "0.1"))
+def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> None:
+    """Different recipes: `test_ranks_with_different_recipes_are_told_apart`."""
+    with np.load(hosts[0].folder / "digits.npz") as arrays:
+        np.savez(hosts[1].folder / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu")
     said = outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
-    assert what in said[0]
+    assert "data labels (digest)" in said[0]
     assert not (hosts[0].folder / "run").exists()
 
 

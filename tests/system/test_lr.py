@@ -117,14 +117,11 @@ def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--devices", "2xcpu"], ["--engine", "xla"]])
-def test_on_several_devices_and_xla(
-    how: list[str], digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_several_devices(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first losses, before the weights differ by rounding, are those of one device."""
     words = [*digits, "--batch-size", "16"]
     alone = find([*words, "--out", str(tmp_path / "alone")], capsys)
-    result = find([*words, *how, "--out", str(tmp_path / "out")], capsys)
+    result = find([*words, "--devices", "2xcpu", "--out", str(tmp_path / "out")], capsys)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
 

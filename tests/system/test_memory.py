@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 # Fewer images than FEW would not fill the buffers.
-FEW, MANY = 4_500, 11_000
+FEW, MANY = 4_500, 15_000
 SHAPE = (64, 64, 3)
 # What takes memory is reading the images, so the model takes hardly any time.
 MODEL = """

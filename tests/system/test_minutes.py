@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train digits for twelve seconds, none of which is for a report; the length is corrected on the way."""
+    """Train digits for nine seconds, none of which is for a report; the length is corrected on the way."""
     out = tmp_path_factory.mktemp("minutes") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "REPORT_SECONDS", 0.0)
         patch.setattr(budget, "TOLERANCE", 0.0)
-        flags = ("--minutes", "0.2", "--set", "schedule.name=one-cycle", *ON_CPU)
+        flags = ("--minutes", "0.15", "--set", "schedule.name=one-cycle", *ON_CPU)
         assert main(["train", "digits", *flags, "--out", str(out)]) == 0
     return out
 
@@ -42,7 +42,7 @@ def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
     assert recipe.epochs == len(lines) == summary["epochs_trained"]
     assert sum(line["images"] for line in lines) == summary["images_trained"]
     assert summary["stopped"] is None
-    assert any("--minutes 0.2" in note for note in summary["notes"])
+    assert any("--minutes 0.15" in note for note in summary["notes"])
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_the_recipe_repeats_the_run(run: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_finished_run_goes_on_for_some_minutes_more(run: Path, tmp_path: Path) -> None:
     before, out = load_recipe(run / "recipe.toml"), shutil.copytree(run, tmp_path / "run")
-    assert main(["train", "--resume", "--minutes", "0.25", "--devices", "cpu", "--out", str(out)]) == 0
+    assert main(["train", "--resume", "--minutes", "0.2", "--devices", "cpu", "--out", str(out)]) == 0
     assert load_recipe(out / "recipe.toml").max_steps > before.max_steps
 
 

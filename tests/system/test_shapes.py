@@ -92,11 +92,6 @@ def test_an_old_run_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"image_size": 0}, "image_size = 0: must be at least 1"),
-        (
-            {"image_size": (1, 2, 3)},
-            r"image_size = \(1, 2, 3\): must be a whole number of pixels, or \[height, width\]",
-        ),
         ({"channels": 3}, "has 4 channels, but channels = 3"),
         ({"policy": "randaugment"}, "augment.policy = 'randaugment': needs images of 1 or 3 channels and 8 bits"),
     ],

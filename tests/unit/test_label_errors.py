@@ -177,13 +177,11 @@ def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.Ca
     ("words", "message"),
     [
         (["--apply", "{here}/out.txt"], "must be a new file that ends in .csv"),
-        (["--apply", "{here}/none/out.csv"], "there is no folder"),
         (["--suggestions", "{here}/kept.csv"], "--suggestions needs --apply"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.npz"], "these images are files; end the name in"),
         (["--suggestions", "{here}/absent.csv", "--apply", "{here}/out.csv"], "absent.csv: cannot be read"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.csv"], "line 2: is not of this data"),
         (["--epochs", "0"], "--epochs requires --labels"),
-        (["--seed", "0"], "--seed requires --labels"),
         (["--labels", "--minutes", "0"], "--minutes 0: must be greater than 0"),
         (["--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
     ],
