@@ -79,14 +79,6 @@ def test_orientation_counts_before_the_shape(tmp_path, orientation, suffix) -> N
     assert (header.width, header.height, header.mode) == (*upright.size, "RGB")
 
 
-def test_padding_is_black(tmp_path) -> None:
-    file = saved(Image.new("RGB", (40, 10), "white"), tmp_path / "a.png")
-    found = decode_image(file, size=16, channels=3, resize="pad")
-    assert (found[6:10] == 255).all()
-    assert not found[:6].any()
-    assert not found[10:].any()
-
-
 # Channels and bits
 
 

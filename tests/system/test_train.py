@@ -221,17 +221,6 @@ def test_binary_loss_has_one_output(tmp_path: Path) -> None:
     assert prediction.classes[0] == "dark"
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_the_same_seed_gives_the_same_bits_with_dropout(tmp_path: Path) -> None:
-    data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
-    runs = [tmp_path / "a", tmp_path / "b"]
-    for out in runs:
-        changes = ["--set", "image_size=16", "--epochs", "2", "--batch-size", "7", "--devices", "cpu"]
-        assert main(["train", "cats-dogs", "--data", str(data), *changes, "--out", str(out)]) == 0
-    first, second = map(weights, runs)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
 INPUT_ERRORS = [
     (["train", "digts"], "did you mean 'digits'"),
     (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
@@ -307,15 +296,3 @@ def test_evaluating_leaves_the_model_as_it_was(digits: Path) -> None:
     run.evaluate(devices="cpu")
     assert not run.model.training
     assert run.predict(pixels) == before
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_lone_last_sample_with_batch_norm_trains(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    data = (rng.integers(0, 256, (18, 32, 32, 3), dtype=np.uint8), np.arange(18) % 2)
-    net = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(3072, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
-    )
-    run = flatout.fit(net, data, epochs=1, batch_size=13, devices="cpu", quiet=True, out=tmp_path / "run")
-    assert run.summary["train_images"] == 14
-    assert run.summary["stopped"] is None
