@@ -45,8 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest in slow tests and uses both cores: no process waits for it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_two_hosts.py")
+    """Begin with the files that take longest in slow tests: no process waits for them at the end."""
+    longest = ("test_hosts.py", "test_export.py", "test_upload.py", "test_notebook.py", "test_site.py")
+    items.sort(key=lambda item: item.path.name not in longest)
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import shutil
 from pathlib import Path
 
 import h5py
@@ -165,9 +164,7 @@ def test_it_prints_the_pairs_of_layers_and_the_difference(run):
         (("keras-small.keras", "--model", "fashion-cmn"), "fashion-cnn"),
         (("keras-small.keras", "--model", SMALL, "--epsilon", "2"), "--epsilon 2: must be"),
         (("keras-small.keras", "--model", SMALL, "--epsilon", "0.1", "--check", "GOOD"), "the logits differ by"),
-        (("keras-small.keras", "--model", SMALL, "--channels", "0"), "--channels 0"),
         (("keras-small.keras", "--model", SMALL, "--size", "0"), "--size 0"),
-        (("keras-small.keras", "--model", SMALL, "--check", "gone.npz"), "--check gone.npz: cannot be read"),
         (("keras-small.keras", "--model", SMALL, "--mapping", "gone.toml"), "--mapping gone.toml: cannot be read"),
         (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
         (("keras2-fashion-cnn.h5", "--model", MODELS["torch-resnet"]), "do not fit the model"),
@@ -335,12 +332,3 @@ def test_variables_of_no_layer_are_mapped_one_by_one(run):
     assert code == 0, message
     found = load_file("w.safetensors")
     assert all(torch.equal(found[name], state[name]) for name in ("0.weight", "1.running_mean", "4.weight", "8.bias"))
-
-
-def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
-    shutil.copy(FIXTURES / "paddle-small.pdparams", "a.pdparams")
-    Path("a.pdparams").write_bytes(Path("a.pdparams").read_bytes()[:-100])
-    code, _, message = run("a.pdparams", "--model", SMALL, "--out", "w.safetensors")
-    assert code == 2
-    assert "a.pdparams: cannot be read" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pdparams"]

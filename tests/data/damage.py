@@ -1,4 +1,4 @@
-"""Draw damaged bytes, and read many of them: what the fuzz tests of containers and of single files share."""
+"""Draw damaged bytes, and read many of them."""
 
 import os
 import resource
@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 MAX_GROWTH_BYTES = 1 << 30
-# Of a slow test. They are the same in every run, so many would show little more: FLATOUT_FUZZ_SECONDS draws new ones.
-EXAMPLES = 150
 # What texts and headers trip over: quotes, ends, other encodings, numbers out of range, depth, paths that lead out.
 PIECES = (
     *(b'"', b"'", b"\0", b"\r", b"\n", b"\xff", b"\xef\xbb\xbf", b",", b";", b"\t", b" ", b"|", b"\\", b"{", b"}"),
@@ -48,16 +46,14 @@ def damage(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def read_damaged(name: str, examples: int, content: bytes, read: Callable[[bytes], None], *, at_length: bool) -> None:
-    """Call `read` with damaged contents; at length, until FLATOUT_FUZZ_SECONDS of CPU time have been used.
-
-    Without this variable the contents are the same in every run, so that a test that passes goes on passing.
+def read_damaged(name: str, examples: int, content: bytes, read: Callable[[bytes], None]) -> None:
+    """Call `read` with damaged contents, the same in every run; or new ones, for FLATOUT_FUZZ_SECONDS of CPU time.
 
     Raises:
         AssertionError: reading them takes much memory.
     """
 
-    seconds = float(os.environ.get("FLATOUT_FUZZ_SECONDS", "0")) if at_length else 0
+    seconds = float(os.environ.get("FLATOUT_FUZZ_SECONDS", "0"))
 
     @settings(max_examples=examples, database=None, derandomize=not seconds)
     @given(damage(content))

@@ -397,17 +397,6 @@ def test_json_longer_than_a_chunk_with_names(tmp_path: Path):
     assert source.classes == tuple(sorted(names))
 
 
-@pytest.mark.slow
-def test_real_mnist_json_equals_the_idx_files(shared_data: Path):
-    source = recognise(shared_data / "mnist.json.gz").read()
-    assert source.splits == {"train": (0, 50000), "valid": (50000, 60000), "test": (60000, 70000)}
-    original = recognise(shared_data / "mnist").read()
-    # The same 70,000 pictures, whatever their order.
-    both = (source.images, original.images)
-    rows = [np.sort(images.reshape(-1, 784).copy().view("V784")[:, 0]) for images in both]  # type: ignore[union-attr]
-    assert rows[0].tobytes() == rows[1].tobytes()
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

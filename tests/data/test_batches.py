@@ -1,7 +1,6 @@
 """Order and randomness are functions of seed, epoch and position; in block order, images are read ahead."""
 
 import os
-import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -176,18 +175,3 @@ def test_windows_are_read_in_large_pieces(samples: Split, reads: list[tuple[int,
     assert len(reads) <= COUNT * IMAGE_BYTES / READ_BYTES + blocks + 4 * ranks
     if ranks == 1:
         assert sum(a > b for (a, _), (b, _) in pairwise(reads)) <= 4  # from front to back, between windows
-
-
-def test_what_is_not_needed_is_not_read(samples: Split, reads: list[tuple[int, int]]) -> None:
-    full = RECIPE.override({"data.order": "full"})
-    assert len(list(read_ahead(samples, epoch_batches(full, samples, 0)))) == 36
-    assert reads == []
-    batches = read_ahead(samples, epoch_batches(RECIPE, samples, 0))
-    next(batches)
-    assert any(thread.name.startswith("flatout-ahead") for thread in threading.enumerate())
-    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert not any(thread.name.startswith("flatout-ahead") for thread in threading.enumerate())
-    reads.clear()
-    held = Split(images=np.array(samples.images), rows=samples.rows, labels=samples.labels)
-    assert len(list(read_ahead(held, epoch_batches(RECIPE, held, 0)))) == 36
-    assert reads == []

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,21 +183,3 @@ def test_extreme_images(tmp_path: Path) -> None:
     result = checked(tmp_path)
     assert set(result["extreme"]) == {"a/strip.png (100x20)", "b/icon.png (8x8)", "b/large.png (160x150)"}
     assert result["small_classes"] == {}
-
-
-@pytest.mark.slow
-def test_real_data(shared_data: Path) -> None:
-    result = checked(shared_data / "oct")
-    assert result["unreadable"] == result["duplicates"] == result["near_duplicates"] == []
-    whole = recognise(shared_data / "fashion-mnist").read()
-    assert whole.images is not None
-    some = np.r_[:10000, 60000:70000]
-    splits = {"train": (0, 10000), "test": (10000, 20000)}
-    source = replace(whole, images=whole.images[some], labels=whole.labels[some], splits=splits)
-    assert source.images is not None
-    distinct = len(np.unique(source.images.reshape(20000, 784).view("V784")[:, 0]))
-    result = checked(source)
-    assert sum(len(group) - 1 for group in result["duplicates"]) == 20000 - distinct
-    assert len(result["near_duplicates"]) < 50
-    # These two differ by less than a grey level on average.
-    assert frozenset(("train[9362]", "test[5767]")) in names(result["near_duplicates"])

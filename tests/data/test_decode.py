@@ -186,9 +186,7 @@ def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("width", "height", "channels", "bytes_per_pixel"),
-    [(6000, 6000, 3, 4), (2_300_000, 16, 3, 7), (2_300_000, 16, 1, 8)],
-    ids=["square", "narrow", "narrow, to grey"],
+    ("width", "height", "channels", "bytes_per_pixel"), [(6000, 6000, 3, 4), (2_300_000, 16, 1, 8)]
 )
 def test_large_images_take_little_more_than_their_pixels(tmp_path, width, height, channels, bytes_per_pixel):
     files = [

@@ -289,18 +289,6 @@ def test_several_at_once_download_once(server: Server):
     assert len(paths) == len(server.gets()) == 1
 
 
-def test_progress_reaches_the_whole(server: Server, monkeypatch: pytest.MonkeyPatch):
-    shown: list[tuple[int, int, str]] = []
-    console = Console()
-    monkeypatch.setattr(console, "update", lambda *progress: shown.append(progress))
-    for i in range(2):
-        server.resources[f"/{i}.bin"] = Resource(npz(count=20_000))
-    with pytest.raises(InputError):
-        find(server.url("/{0..1}.bin"), console=console)
-    assert shown == sorted(shown)
-    assert shown[-1] == (2, 2, "MB")
-
-
 def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: Path):
     server.resources["/large.npz"] = Resource(b"", headers={"Content-Length": str(2**60)}, tells_size=False)
     with pytest.raises(DiskFull, match="needs 1,152,921,504,606,846,976 bytes"):

@@ -79,14 +79,6 @@ def test_orientation_counts_before_the_shape(tmp_path, orientation, suffix) -> N
     assert (header.width, header.height, header.mode) == (*upright.size, "RGB")
 
 
-def test_padding_is_black(tmp_path) -> None:
-    file = saved(Image.new("RGB", (40, 10), "white"), tmp_path / "a.png")
-    found = decode_image(file, size=16, channels=3, resize="pad")
-    assert (found[6:10] == 255).all()
-    assert not found[:6].any()
-    assert not found[10:].any()
-
-
 # Channels and bits
 
 
@@ -317,8 +309,6 @@ def test_generated_recipes_choose_the_shape(tmp_path, shapes, size, resize) -> N
     ("arguments", "message"),
     [
         (("--size", "0"), "--size 0: must be N or HxW, such as 96x160, each from 1 to 8192 pixels"),
-        (("--size", "4x5x6"), "--size 4x5x6: must be N or HxW"),
-        (("--size", "wide"), "--size wide: must be N or HxW"),
         (("--size", "8", "--channels", "0"), "--channels 0: must be from 1 to 1024"),
         (("--size", "8", "--channels", "3"), "has 5 channels, but channels = 3"),
     ],

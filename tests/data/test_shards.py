@@ -12,7 +12,6 @@ import pytest
 from flatout.cli.main import main
 from flatout.data.detect import recognise
 from flatout.data.formats.shards import expand_braces
-from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
 from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
 from tests.data import containers as c
@@ -63,17 +62,6 @@ def test_a_tar_file_beside_class_folders_is_not_a_shard(tmp_path: Path):
     folder = c.class_folders(tmp_path)
     c.write(folder / "backup.tar", b"damaged")
     assert recognise(folder).kind == "class folders"
-
-
-def test_a_list_returns_the_images_that_were_put_in(tmp_path: Path) -> None:
-    file = tmp_path / "one.jpg"
-    file.write_bytes(b"0123456789")
-    one, other = ShardFile(file), ShardFile(file)
-    slices = [Slice(one, "member \udcff.jpg", 2, 3), Slice(other, "member \u20ac.jpg", 1, 2**40)]
-    images = ImageBytesList([slices[0], file, slices[1]], [c.SAMPLES[0]])  # pyright: ignore[reportArgumentType]
-    assert list(images) == [slices[0], file, slices[1], c.SAMPLES[0]]
-    assert images[1:3] == [file, slices[1]]
-    assert images[0].read_bytes() == b"234"
 
 
 # --- labels ---

@@ -16,7 +16,6 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils import random
-from tests.engine.engines import ENGINES
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples, plain_loop
 
@@ -46,7 +45,7 @@ def expected(samples: Split) -> dict[str, torch.Tensor]:
     return plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
 def test_equals_a_plain_loop(engine: str, file: Path) -> None:
     samples, recipe = mapped_samples(file), make_recipe(**BLOCKS)
     with small_windows():
@@ -64,7 +63,7 @@ def train_on_rank(world: World, file: Path) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_any_number_of_ranks(ranks: int, file: Path) -> None:
     found = on_ranks(ranks, train_on_rank, file)
     with small_windows():

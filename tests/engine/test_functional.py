@@ -158,30 +158,6 @@ def test_equal_maxima_share_nothing() -> None:
         assert_close(found[1][key], value, key)
 
 
-def test_evaluation_mode_uses_what_was_kept() -> None:
-    norm = nn.BatchNorm2d(4)
-    module = nn.Sequential(norm, nn.Dropout(0.5)).eval()
-    norm.running_mean = torch.full((4,), 3.0)
-    x = torch.randn(IMAGE)
-    y, after = Function(module, (x,), name="net")({}, {n: to_array(b) for n, b in module.named_buffers()} | {
-        n: to_array(p) for n, p in module.named_parameters()
-    }, to_array(x))  # fmt: skip
-    assert_close(y, module(x), "output")
-    np.testing.assert_array_equal(after["0.running_mean"], norm.running_mean.numpy())
-
-
-def test_padding_enters_no_statistics() -> None:
-    torch.manual_seed(0)
-    module, real = nn.BatchNorm2d(4).train(), torch.randn(IMAGE)
-    padded = torch.cat([real, 100 + torch.randn(2, 4, 8, 8)])
-    mask = SampleMask(jnp.array([1.0] * BATCH + [0.0] * 2))
-    y, _, after = run(Function(module, (padded,), name="net"), module, padded, mask)
-    expected = module(real)
-    assert_close(y[:BATCH], expected, "output")
-    for name, buffer in module.named_buffers():
-        assert_close(after[name], buffer.float(), name)
-
-
 def test_a_lone_value_goes_by_the_running_statistics() -> None:
     module, x = nn.BatchNorm1d(4).train(), torch.randn(3, 4)
     module.running_mean = torch.full((4,), 2.0)
@@ -189,17 +165,6 @@ def test_a_lone_value_goes_by_the_running_statistics() -> None:
     y, _, after = run(Function(module, (x,), name="net"), module, x, mask)
     assert_close(y[:1], module.eval()(x)[:1], "output")
     np.testing.assert_array_equal(after["running_mean"], np.full(4, 2.0))
-
-
-def test_dropout_draws_from_the_key() -> None:
-    module, x = nn.Sequential(nn.Dropout(0.25), nn.Dropout(0.25)).train(), torch.ones(200, 50)
-    function = Function(module, (x,), name="net")
-    y, again, other = (np.asarray(function({}, {}, to_array(x), key=jax.random.key(n))[0]) for n in (1, 1, 2))
-    np.testing.assert_array_equal(y, again)
-    assert not np.array_equal(y, other)
-    assert set(np.unique(y.round(4))) == {0.0, np.float32(round(1 / 0.75**2, 4))}
-    # Two layers that dropped the same would leave three quarters; 10,000 draws are within 0.02 of the share.
-    assert abs((y > 0).mean() - 0.75**2) < 0.02
 
 
 def test_shared_weights_have_one_gradient() -> None:
@@ -228,13 +193,6 @@ def test_bfloat16_products() -> None:
     assert 1e-5 < float(np.abs(np.asarray(y, np.float32) - module(x).detach().numpy()).max()) < 0.05
 
 
-class Branches(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
-            return x
-        return -x
-
-
 class Holds(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -247,16 +205,6 @@ class Holds(nn.Module):
 class Unknown(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.adaptive_max_pool2d(x, 2)
-
-
-def test_what_cannot_be_exported_names_its_line() -> None:
-    with pytest.raises(InputError) as raised:
-        Function(Branches(), (torch.ones(3, 4),), name="python:Branches")
-    said = str(raised.value)
-    line = 1 + Branches.forward.__code__.co_firstlineno
-    assert "model python:Branches: cannot be compiled" in said
-    assert f"{__file__}, line {line}" in said
-    assert "--engine torch" in said
 
 
 def test_an_operation_without_equivalent_names_its_layer() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from timm.optim import list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from timm.optim.lamb import Lamb
 from timm.optim.lion import Lion
 from torch import nn
@@ -133,13 +132,6 @@ def test_layer_decay_holds_for_classes_of_libraries() -> None:
     assert_close(engine_weights(make_net(), samples, recipe), expected)
 
 
-def trainable() -> list[str]:
-    named = [n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
-    names = [f"torch:{n}" for n in named if n not in ("LBFGS", "SparseAdam", "Muon")]
-    listed = list_optimizers(exclude_filters=["fused*", "bnb*", "kron*", "adahessian"])
-    return names + [f"timm:{name}" for name in listed]
-
-
 def flat_net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.ReLU(), nn.Linear(6, 5))
@@ -149,9 +141,7 @@ def flat_net() -> nn.Module:
 KINDS = ("torch:Adafactor", "torch:ASGD", "timm:lamb", "timm:adabelief", "timm:laprop", "timm:adan", "timm:muon")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in trainable()]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     """Also after an epoch was undone: whatever an optimizer keeps is copied, numbers of Python included."""
     has_momentum = "momentum" in inspect.signature(optim.of_library(Optimizer(name=name))).parameters
@@ -240,12 +230,7 @@ def test_they_are_not_sharded() -> None:
     }
 
 
-CAPTURABLE = ["Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("NAdam", "RMSprop") else pytest.mark.slow) for name in CAPTURABLE]
-)
+@pytest.mark.parametrize("name", ["NAdam", "RMSprop"])
 def test_capturable_classes_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The branch of a GPU; for CPUs they have another, which refuses to be recorded.
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

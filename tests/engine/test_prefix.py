@@ -13,7 +13,6 @@ from flatout.config import Recipe
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
 from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
-from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 from tests.nets import build
 
@@ -45,18 +44,6 @@ def test_the_cache_on_disk_has_no_name(tmp_path: Path, monkeypatch: pytest.Monke
     source = engine.place(make_samples()).source
     assert isinstance(source.samples.images, np.memmap)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_evaluation_through_the_cache_is_the_same() -> None:
-    results = []
-    for cache in (True, False):
-        engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
-        results.append(
-            engine.place(make_samples()).evaluate(with_probabilities=True, with_logits=True, keep_features=np.array)
-        )
-    assert results[0].metrics == results[1].metrics
-    for name in ("probabilities", "logits", "features"):
-        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
 
 
 def test_features_are_what_the_head_reads() -> None:
@@ -141,16 +128,6 @@ def test_a_batch_norm_that_moves_ends_the_prefix(affine: bool) -> None:
     assert cut.layers == (3 if affine else 1)
 
 
-def test_vgg16_keeps_block_five(tmp_path: Path) -> None:
-    net = build("vgg16", num_classes=4, image_size=32, channels=3, seed=1)
-    freeze(net, "all-but-last-4")
-    set_train_mode(net)
-    cut = cut_frozen_prefix(net)
-    assert cut is not None
-    assert cut.layers == 10
-    assert sum(p.numel() for p in cut.train_suffix.parameters()) == 3 * (512 * 512 * 9 + 512) + 512 * 4 + 4
-
-
 def test_timm_resnet_with_frozen_batch_norm() -> None:
     net = build("timm:resnet18", num_classes=3, image_size=32, channels=3, seed=1)
     freeze(net, "conv1.*,bn1.*,layer1.*,layer2.*")
@@ -182,19 +159,3 @@ def test_every_engine_caches_each_view_once(engine: str, views: int) -> None:
     without = recipe.override({"augment.flip": False, "augment.shift": 0.0, "augment.views": 0})
     plain = engine_weights(frozen_net(), make_samples(), without, cache_prefix=False)
     assert torch.allclose(plain["8.weight"], uncached["8.weight"], atol=1e-6) == (views == 0)
-
-
-@pytest.mark.parametrize("engine", ["torch", "xla 2"])
-def test_features_are_the_output_of_the_prefix(engine: str) -> None:
-    net, samples, recipe = frozen_net(), make_samples(), make_recipe(**{"augment.flip": True, "augment.views": 1})
-    placed = make_engine(engine, net, recipe).place(samples)
-    placed.begin_epoch(0)
-    pixels = torch.from_numpy(samples.images).permute(0, 3, 1, 2) / 255
-    set_train_mode(net)
-    cut = cut_frozen_prefix(net)
-    assert cut is not None
-    with torch.no_grad():
-        expected = cut.prefix((pixels - 0.4) / 0.3).movedim(1, -1)
-    features = placed.features()
-    assert features is not None
-    np.testing.assert_allclose(features, expected, atol=1e-5)

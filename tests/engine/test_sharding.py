@@ -217,25 +217,6 @@ def units(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_blocks_are_units() -> None:
-    """Sequences and what is too large are taken apart; what is too small goes with what is around it."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.layers(x)
-
-    blocks = nn.Sequential(*(Block() for _ in range(20)))
-    deep = nn.Sequential(nn.LayerNorm(40), blocks, nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
-    assert units(deep) == ["", *(f"1.{i}" for i in range(20)), "2.0"]
-    assert deep(torch.ones(2, 40)).shape == (2, 40)
-    assert units(nn.Sequential(Block())) == ["", "0.layers.0", "0.layers.2"]
-
-
-@pytest.mark.usefixtures("group_of_one")
 def test_parameters_read_without_a_call_are_gathered() -> None:
     """Attention reads its projection's weight, and the second layer is the first one's weight again."""
     attention = nn.TransformerEncoderLayer(8, 2, dim_feedforward=1, batch_first=True)

@@ -91,16 +91,6 @@ def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
     assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
 
 
-def test_xla_caches_no_prefix_where_the_whole_model_sees_views() -> None:
-    recipe: Any = make_recipe(tta=True)
-    engine: Any = make_engine("xla 8", frozen_net(), recipe)
-    assert engine.cut is None
-    samples = make_samples()
-    result = engine.place(samples).evaluate(with_probabilities=True, tta=True)
-    engine.close()
-    assert_is_mean(result, mean_by_hand(frozen_net(), samples.images, recipe), samples)
-
-
 def of_ranks(world: World) -> Any:
     engine = TorchEngine(make_net(), make_recipe(), world=world)
     result = engine.place(make_samples()).evaluate(with_probabilities=True, tta=True)

@@ -1,18 +1,19 @@
 """Numbers of several ranks become one: the same bits on each, through shared memory and through gloo."""
 
 import itertools
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from flatout.distributed.consistency import agree
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.utils.errors import InputError, RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
+from tests.engine.test_against_plain_loop import make_recipe
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
@@ -177,13 +178,16 @@ def test_a_process_group_of_other_ranks_is_refused() -> None:
     assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
 
 
-def test_these_tests_see_what_happens_to_a_rank() -> None:
-    with pytest.raises(RuntimeError, match="rank 1 ended without an answer"):
-        on_ranks(2, die)
+def agreed(world: World) -> str:
+    """Compare recipes with other rates; return what is refused."""
+    try:
+        agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), None)  # pyright: ignore[reportArgumentType]
+    except InputError as error:
+        return str(error)
+    return ""
 
 
-def die(world: World) -> None:
-    """The second rank dies while the first one waits for it."""
-    if world.rank == 1:
-        os._exit(3)
-    world.barrier()
+def test_ranks_with_different_recipes_are_told_apart() -> None:
+    said = on_ranks(2, agreed)
+    assert said[0] == said[1]
+    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said[0]

@@ -3,7 +3,6 @@
 import copy
 import socket
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,8 +58,8 @@ class Recorder:
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=SLOW), pytest.param(AUGMENTED, marks=SLOW), {**SEPARABLE, "loss": "binary-cross-entropy"}],
-    ids=["plain", "affine", "separable, binary"],
+    [pytest.param(AUGMENTED, marks=SLOW), {**SEPARABLE, "loss": "binary-cross-entropy"}],
+    ids=["affine", "separable, binary"],
 )
 @pytest.mark.parametrize("name", XLA)
 def test_one_step_equals_the_torch_engines(name: str, changes: dict[str, Any]) -> None:
@@ -78,8 +77,7 @@ def test_one_step_equals_the_torch_engines(name: str, changes: dict[str, Any]) -
     assert recorders[0] == recorders[1]
 
 
-@pytest.mark.parametrize("placement", [pytest.param("memory", marks=SLOW), "device"])
-@pytest.mark.parametrize("name", XLA)
+@pytest.mark.parametrize(("name", "placement"), [("xla 2", "memory"), ("xla 8", "device")])
 def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     """101 images on eight devices, and fewer images than devices, by the same weights as the torch engine's."""
     recipe = make_recipe(batch_size=64, **{"data.placement": placement})
@@ -102,9 +100,6 @@ def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
         (("torch", "xla 8"), "momentum"),
         (("xla 8", "torch"), "adam"),
         pytest.param(("xla 2", "xla 8"), "adagrad", marks=SLOW),
-        pytest.param(("torch", "xla 8"), "adagrad", marks=SLOW),
-        pytest.param(("xla 8", "torch"), "momentum", marks=SLOW),
-        pytest.param(("xla 2", "xla 8"), "adam", marks=SLOW),
     ],
 )
 def test_either_engine_goes_on_from_the_other(way: tuple[str, str], optimizer: str) -> None:
@@ -130,22 +125,18 @@ def _forget(layer: nn.Module) -> None:
         nn.init.constant_(parameter, 0.5)
 
 
-@pytest.mark.parametrize("name", [pytest.param("xla 2", marks=SLOW), "xla 8"])
-def test_slices_change_nothing(name: str) -> None:
+def test_slices_change_nothing() -> None:
     recipe = make_recipe(**{"optimizer.name": "adam", "optimizer.lr": 0.001})
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 5))
-    expected = trained(make_engine(name, copy.deepcopy(net), recipe), recipe)
-    engine: Any = make_engine(name, net, recipe.override({"shard": "full"}))
+    expected = trained(make_engine("xla 8", copy.deepcopy(net), recipe), recipe)
+    engine: Any = make_engine("xla 8", net, recipe.override({"shard": "full"}))
     assert_same(trained(engine, recipe), expected, rtol=1e-4, atol=1e-6)
     weight = engine._state.trained["1.weight"]
     assert {shard.data.size for shard in weight.addressable_shards} == {144 * 64 // engine.sharding.size}
 
 
-@pytest.mark.parametrize(
-    ("steps", "placement"),
-    [pytest.param(2, "memory", marks=SLOW), (3, "memory"), pytest.param(2, "device", marks=SLOW)],
-)
+@pytest.mark.parametrize(("steps", "placement"), [(3, "memory"), pytest.param(2, "device", marks=SLOW)])
 def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     """Five steps an epoch: some dispatches are full, the last of an epoch is not."""
     recipe = make_recipe(**SEPARABLE, **{"data.placement": placement})
@@ -173,17 +164,6 @@ def test_images_in_flight_are_bounded_by_bytes() -> None:
         assert steps * run_ahead * batch_bytes <= max(IN_FLIGHT_BYTES, 2 * batch_bytes)
         assert steps >= 1
         assert run_ahead >= 2, "one is copied while another one computes"
-
-
-def test_batches_of_a_dispatch_are_read_by_the_prefetch_thread() -> None:
-    """Into one array, which the training thread passes on as it is."""
-    engine = make_engine("xla 2", nn.Sequential(nn.Flatten(), nn.Linear(144, 5)), make_recipe(), steps_per_dispatch=2)
-    placed = engine.place(make_samples())
-    (first, step), (second, next_step) = islice(placed.feed(training_batches(1, 0, 70, 16)), 2)
-    assert first is second
-    assert (step, next_step) == (0, 1)
-    assert first.images.shape == (2, 16, 12, 12, 1)
-    assert first.inputs(slice(None), [0.1, 0.1], [1, 2]).images.base is first.images
 
 
 class FarDevice:
@@ -371,14 +351,6 @@ def test_a_loss_that_is_not_finite_names_its_step() -> None:
     recipe = make_recipe(**{"optimizer.lr": 1e30})
     with pytest.raises(Exception, match=r"epoch 1: the loss is not finite in step [2-5]"):
         trained(make_engine("xla 2", small_net(), recipe, steps_per_dispatch=3), recipe)
-
-
-def test_the_cost_of_padding_is_told() -> None:
-    sentences: list[str] = []
-    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 5))
-    engine = make_engine("xla 8", net, make_recipe(batch_size=50), report=sentences.append)
-    engine.place(make_samples()).compile()
-    assert any("each batch of 50 samples is padded to 56" in sentence for sentence in sentences)
 
 
 def test_precision_that_the_platform_lacks() -> None:

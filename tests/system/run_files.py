@@ -1,9 +1,11 @@
-"""What a run has written."""
+"""What a run has written, and digits to train on."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flatout.models.weights import read_weights
@@ -19,3 +21,18 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_weights(run / "weights.safetensors")[0]
+
+
+def write_digits(path: Path) -> Path:
+    """Write the digits into a file: no process needs scikit-learn, which takes long to import."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    np.savez(path, images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.cli.flags import parse
 from flatout.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -160,13 +159,6 @@ def test_a_missing_package_is_named_with_its_extra(
     message = capsys.readouterr().err
     assert f"needs the package {name}: pip install 'flatout[{name}]'" in message
     assert message.count("\n") == 1
-
-
-def test_an_unknown_tracker_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["train", "digits", "--track", "mlfow"])
-    assert "did you mean 'mlflow'?" in capsys.readouterr().err
-    assert parse(["train", "digits", "--track", "wandb", "--track", "mlflow"]).track == ["wandb", "mlflow"]
 
 
 def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

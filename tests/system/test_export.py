@@ -18,7 +18,6 @@ from torch import nn
 import flatout
 from flatout.cli.main import main
 from flatout.inference.export import classifier, formats
-from flatout.models.build import list_names
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX: pip install 'flatout[onnx]'")
 
@@ -227,14 +226,11 @@ def test_what_cannot_be_exported_leaves_nothing(
 
 # --- every network, every kind of run ---------------------------------------------------------------------------------
 
-# What networks are trained on: shapes that they take, small enough for a CPU. Deeper ResNets of Keras
-# and wider fast networks are made as the first ones.
-PHOTOS = {"vgg16": 32, "cats-dogs-cnn": 48, "caltech-cnn": 32, "keras-resnet50": 32}
-LIKEWISE = {"keras-resnet101", "keras-resnet152", "fast-cnn-32", "fast-cnn-64", "fast-cnn-128"}
-NETS = {name: (PHOTOS.get(name, 28), 3 if name in PHOTOS else 1) for name in list_names() if name not in LIKEWISE}
-NETS |= {"timm:resnet18": (32, 3), "timm:vit_tiny_patch16_224": (64, 3), "timm:mobilenetv3_small_050": (48, 3)}
-# Networks with a twin in Keras; the other twins have the layers of these.
-TWINS = {"fashion-cnn": "model.keras", "cats-dogs-cnn": "model.keras", "keras-resnet50": "model.weights.h5"}
+# Size and channels of what networks are trained on; the others have the layers of these.
+NETS = {"fashion-cnn": (28, 1), "cats-dogs-cnn": (48, 3), "fast-cnn-16": (28, 1), "timm:test_resnet": (32, 3)}
+NETS |= {"timm:test_vit": (160, 3), "timm:test_efficientnet": (48, 3)}
+# Networks with a twin in Keras.
+TWINS = {"fashion-cnn": (28, 1, "model.keras"), "keras-resnet50": (32, 3, "model.weights.h5")}
 
 
 @pytest.mark.slow
@@ -268,8 +264,8 @@ def test_classes_and_scores_of_other_images_are_those_of_the_run(name: str, tmp_
 @pytest.mark.parametrize("name", TWINS)
 def test_twins_in_keras(name: str, tmp_path: Path) -> None:
     """Keras runs on torch here: JAX would compile 50 layers one by one."""
-    size, channels = NETS[name]
-    data, out = saved(tmp_path / "data.npz", *patterns(160, (size, size), channels)), tmp_path / TWINS[name]
+    size, channels, file = TWINS[name]
+    data, out = saved(tmp_path / "data.npz", *patterns(160, (size, size), channels)), tmp_path / file
     run = flatout.fit(name, data, out=tmp_path / "run", image_size=size, channels=channels, **SHORT)
     words = [sys.executable, "-m", "flatout", "export", str(run.path), "--out", str(out), "--json"]
     done = subprocess.run(words, check=True, capture_output=True, env={**os.environ, "KERAS_BACKEND": "torch"})

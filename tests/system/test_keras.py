@@ -26,7 +26,6 @@ make_engine("xla 1", nn.Flatten(), make_recipe())
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from flatout.engine.xla.keras import KerasFunction  # noqa: E402
 from flatout.models.keras import KerasModule  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -184,22 +183,6 @@ def test_dropout_goes_by_the_seed(tmp_path: Path) -> None:
     assert_same({f"model.{name}": value for name, value in resumed.model.state_dict().items()}, only_model(whole))
 
 
-def test_dropout_draws_from_the_key() -> None:
-    module, x = KerasModule(ending(layers.Dropout(0.5), layers.Dense(1))).train(), torch.ones(4, 1, 12, 12)
-    values = {name: jnp.asarray(p.detach()) for name, p in module.named_parameters()}
-    function = KerasFunction(module, (x,), name="net")
-    y, again, other = (np.asarray(function(values, {}, jnp.asarray(x), key=jax.random.key(n))[0]) for n in (1, 1, 2))
-    np.testing.assert_array_equal(y, again)
-    assert len(set(y.ravel())) == 4, "each image loses pixels of its own"
-    assert not np.array_equal(y, other)
-
-
-def test_names_tell_nothing_of_the_process() -> None:
-    first, second = (KerasModule(normed_net()).state_dict() for _ in range(2))
-    assert list(first) == list(second)
-    assert {"conv2d.kernel", "conv2d_1.bias", "sequential.batch_normalization.moving_mean"} < set(first)
-
-
 def test_frozen_layers_stay() -> None:
     """Whether Keras froze them or the recipe, their batch statistics too."""
     model = normed_net()
@@ -211,21 +194,6 @@ def test_frozen_layers_stay() -> None:
     after = trained(make_engine("xla 2", module, recipe), recipe, 50)
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
     assert same == {name for name in before if "batch_normalization" in name}
-
-
-def test_bfloat16_computes_in_less() -> None:
-    module, x = KerasModule(normed_net()).eval(), torch.randn(4, 1, 12, 12)
-    buffers = {name: jnp.asarray(b) for name, b in module.named_buffers()}
-    parameters = {name: jnp.asarray(p.detach()) for name, p in module.named_parameters()}
-
-    def logits(precision: str) -> np.ndarray:
-        function = KerasFunction(module, (x,), name="net", precision=precision)
-        return np.asarray(function(parameters, buffers, jnp.asarray(x))[0], np.float32)
-
-    wide, narrow = logits("fp32"), logits("bf16")
-    np.testing.assert_allclose(wide, module(x), atol=1e-5)
-    np.testing.assert_allclose(narrow, wide, atol=0.1)
-    assert np.abs(narrow - wide).max() > 1e-4
 
 
 def ending_in_an_operation() -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 import flatout
 from flatout.cli.main import main
@@ -30,7 +31,7 @@ from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run
-from tests.system.run_files import metrics, weights
+from tests.system.run_files import metrics, weights, write_digits
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -132,7 +133,10 @@ def test_a_rank_without_progress_is_named_and_its_stack_is_shown() -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named() -> None:
+def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's agent gives it two seconds to end, not 30."""
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 2))
+    monkeypatch.setattr("flatout.distributed.launch._KILL_SECONDS", 1.5)
     with pytest.raises(
         TrainingFailed, match=r"rank 1 .* did not answer in epoch 1, step 5 and was killed \(rank 1 did"
     ):
@@ -296,23 +300,15 @@ TRAIN = ("train", "--model", "faulty:make")
 LENGTH = ("--epochs", "3", "--batch-size", "200")
 
 
-def digits(folder: Path) -> tuple[str, ...]:
-    """Return the arguments for digits in a file: no process needs scikit-learn, which takes long to import."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    np.savez(folder / "digits.npz", images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
-    return ("digits", "--data", str(folder / "digits.npz"))
-
-
 def train(folder: Path, mishap: str, rank: str, *options: str, devices: str = "2xcpu") -> tuple[int, str]:
     """Run until the mishap, and to the end, which comes soon; return the exit code and the standard error."""
     (folder / "faulty.py").write_text(MODEL)
     file, mark = folder / "mishap", str(folder)
+    data = ("digits", "--data", str(write_digits(folder / "digits.npz")))
     variables = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "MISHAP": mishap, "MISHAP_FILE": str(file)}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "flatout", *TRAIN, *digits(folder), *LENGTH),
+            *(sys.executable, "-m", "flatout", *TRAIN, *data, *LENGTH),
             *("--devices", devices, "--out", str(folder / "run"), *options),
         ],
         capture_output=True,
@@ -369,7 +365,8 @@ def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
     restarted, whole = tmp_path / "run", tmp_path / "whole"
     assert (restarted / "logs" / "rank-0.log").read_text().count("resumed after epoch") == 1
     monkeypatch.syspath_prepend(tmp_path)
-    assert main([*TRAIN, *digits(tmp_path), *LENGTH, "--devices", "2xcpu", "--out", str(whole)]) == 0
+    data = ("digits", "--data", str(tmp_path / "digits.npz"))
+    assert main([*TRAIN, *data, *LENGTH, "--devices", "2xcpu", "--out", str(whole)]) == 0
     found, expected = weights(restarted), weights(whole)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert json.dumps([line["train_loss"] for line in metrics(restarted)]) == json.dumps(

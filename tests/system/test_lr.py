@@ -11,19 +11,14 @@ from PIL import Image
 
 from flatout.analysis.lr_finder import suggest
 from flatout.cli.main import main
+from tests.system.run_files import write_digits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the arguments for digits in a file: no test then imports scikit-learn again."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    path = tmp_path_factory.mktemp("data") / "digits.npz"
-    np.savez(path, images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
-    return ["digits", "--data", str(path), "--devices", "cpu"]
+    return ["digits", "--data", str(write_digits(tmp_path_factory.mktemp("data") / "digits.npz")), "--devices", "cpu"]
 
 
 def find(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -122,14 +117,11 @@ def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--devices", "2xcpu"], ["--engine", "xla"]])
-def test_on_several_devices_and_xla(
-    how: list[str], digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_several_devices(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first losses, before the weights differ by rounding, are those of one device."""
     words = [*digits, "--batch-size", "16"]
     alone = find([*words, "--out", str(tmp_path / "alone")], capsys)
-    result = find([*words, *how, "--out", str(tmp_path / "out")], capsys)
+    result = find([*words, "--devices", "2xcpu", "--out", str(tmp_path / "out")], capsys)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
 

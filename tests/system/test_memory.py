@@ -20,8 +20,13 @@ def make(num_classes):
 """
 
 
-def peak_bytes(folder: Path, count: int, order: str) -> int:
-    """Train one epoch on random images in a process of its own, and return the most memory that it held."""
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Few and many random images."""
+    return [write_images(tmp_path_factory.mktemp("data") / str(count), count) for count in (FEW, MANY)]
+
+
+def write_images(folder: Path, count: int) -> Path:
     folder.mkdir()
     rng = np.random.default_rng(0)
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, (count, *SHAPE))
@@ -29,20 +34,24 @@ def peak_bytes(folder: Path, count: int, order: str) -> int:
         images[start : start + 500] = rng.integers(0, 256, (500, *SHAPE), dtype=np.uint8)
     images.flush()
     np.save(folder / "labels.npy", np.arange(count) % 3)
-    model = folder.parent / "pooled.py"
-    model.write_text(MODEL)
-    command = [sys.executable, "-m", "flatout", "train", str(folder), "--model", f"{model}:make", "--epochs", "1"]
+    return folder
+
+
+def peak_bytes(data: Path, folder: Path, order: str) -> int:
+    """Train one epoch in a process of its own, and return the most memory that it held."""
+    (folder / "pooled.py").write_text(MODEL)
+    model, out = f"{folder / 'pooled.py'}:make", folder / f"run-{data.name}"
+    command = [sys.executable, "-m", "flatout", "train", str(data), "--model", model, "--epochs", "1"]
     changes = ["--set", "data.placement=disk", "--set", f"data.order={order}", "--batch-size", "32"]
-    where = ["--devices", "cpu", "--out", str(folder / "run")]
+    where = ["--devices", "cpu", "--out", str(out)]
     result = subprocess.run([*command, *changes, *where], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return json.loads((folder / "run" / "summary.json").read_text())["peak_rss_bytes"]
+    return json.loads((out / "summary.json").read_text())["peak_rss_bytes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["full", "blocks"])
-def test_memory_does_not_grow_with_the_images(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    few, many = peak_bytes(tmp_path / "few", FEW, order), peak_bytes(tmp_path / "many", MANY, order)
+def test_memory_does_not_grow_with_the_images(order: str, folders: list[Path], tmp_path: Path) -> None:
+    few, many = (peak_bytes(data, tmp_path, order) for data in folders)
     more_images = (MANY - FEW) * int(np.prod(SHAPE))
     assert many - few < 0.2 * more_images

@@ -191,7 +191,7 @@ def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, m
 # --- failures: one message, and nothing left ---
 
 
-@pytest.mark.parametrize("status", [401, 404, 500])
+@pytest.mark.parametrize("status", [401, 500])
 def test_a_refusal_is_reported_with_its_status(hub: Hub, caches: Path, status: int):
     hub.trouble = str(status)
     message = rf"{REPOSITORY} for {NAME} from http://127.* \(HTTP {status}\); give --weights FILE, or --no-pretrained"

@@ -18,6 +18,7 @@ from PIL import Image
 
 from flatout.analysis.scale import explained_by_rounding
 from flatout.cli.main import main
+from tests.system.run_files import write_digits
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +31,7 @@ def scaling(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the arguments for digits in a file: no run needs scikit-learn, which takes long to import."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    path = tmp_path_factory.mktemp("data") / "digits.npz"
-    np.savez(path, images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
-    return ["digits", "--data", str(path)]
+    return ["digits", "--data", str(write_digits(tmp_path_factory.mktemp("data") / "digits.npz"))]
 
 
 def test_two_specs_are_measured_twice(digits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

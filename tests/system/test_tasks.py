@@ -142,14 +142,9 @@ def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.Ca
     assert "labels in train: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("engine", "devices"), [pytest.param("torch", "2xcpu", marks=pytest.mark.slow), ("xla", "8xcpu")]
-)
-def test_the_answers_do_not_depend_on_devices_and_engines(
-    engine: str, devices: str, trained: tuple[flatout.Run, Pairs]
-) -> None:
+def test_the_answers_do_not_depend_on_devices_and_engines(trained: tuple[flatout.Run, Pairs]) -> None:
     run, data = trained
-    alone, other = (run.evaluate(data, devices=d, engine=e) for e, d in (("torch", "cpu"), (engine, devices)))
+    alone, other = (run.evaluate(data, devices=d, engine=e) for e, d in (("torch", "cpu"), ("xla", "8xcpu")))
     assert other["per_class"] == alone["per_class"]
     for key in alone.keys() - {"per_class", "devices", "engine"}:
         is_number = isinstance(alone[key], int | float)
@@ -169,17 +164,6 @@ def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs],
     assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
     assert first[1] == second[1]
     assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
-
-
-@pytest.mark.slow
-def test_which_digits_and_their_sum_are_learnt(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:
-    images, digits = pairs_of(6_000)
-    usual: dict[str, Any] = {"image_size": 28, "epochs": 6, "devices": "cpu", "quiet": True}
-    run = flatout.fit("fast-cnn-16", (images, present(digits)), out=tmp_path / "digits", **usual)
-    assert run.summary["test_map"] >= 0.98
-    images, digits = pairs_of(12_000)
-    run = flatout.fit("fast-cnn-16", (images, digits.sum(axis=1) / 2), out=tmp_path / "sum", **usual)
-    assert run.summary["test_r2"] >= 0.9
 
 
 def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:

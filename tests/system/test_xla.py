@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 import flatout
 from flatout.cli.main import main
-from tests.system.run_files import summary, weights
+from tests.system.run_files import free_port, summary, weights
 
 FLATOUT = [sys.executable, "-m", "flatout"]
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
@@ -98,17 +97,13 @@ def test_resume_on_the_other_engine(engines: tuple[str, str], alone: Path, tmp_p
     assert_same_weights(alone, out)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
-def test_two_hosts_are_one_mesh(alone: Path, tmp_path: Path) -> None:
+def test_two_hosts_are_one_mesh(tmp_path: Path) -> None:
     """Two hosts with two simulated devices each; a model in slices, so that weights lie on both."""
+    train = ("train", "digits", "--batch-size", "50", "--epochs", "1", "--set", "keep=last", "--lr", "0.01", *SGD)
+    run(*train, "--devices", "cpu", "--out", str(tmp_path / "alone"))
     place = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}")
-    command = [*FLATOUT, *TRAIN, "--epochs", "2", "--engine", "xla", "--devices", "2xcpu", *place]
+    command = [*FLATOUT, *train, "--engine", "xla", "--devices", "2xcpu", *place]
     hosts = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank), "--out", str(tmp_path / "run"), "--set", "shard=full"],
@@ -121,7 +116,7 @@ def test_two_hosts_are_one_mesh(alone: Path, tmp_path: Path) -> None:
     said = [host.communicate(timeout=240)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], "\n".join(said)
     assert summary(tmp_path / "run")["world_size"] == 4
-    assert_same_weights(alone, tmp_path / "run")
+    assert_same_weights(tmp_path / "alone", tmp_path / "run")
 
 
 def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,14 +79,6 @@ def evaluation(logits: np.ndarray, labels: np.ndarray) -> Any:
     return Evaluation(task=ONE, loss_sum=0.0, predicted=labels, labels=labels, probabilities=None, logits=logits)
 
 
-def test_the_nonconformity_of_confident_answers_differs() -> None:
-    logits = np.array([[40.0, 0, 0], [50, 0, 0], [0, 1, 2]], np.float32)
-    found = calibration.nonconformity(logits)
-    assert found[1, 0] < found[0, 0] < found[2, 2]
-    probabilities = np.exp(calibration.log_softmax(logits[2:]))
-    np.testing.assert_allclose(found[2:], np.log((1 - probabilities) / probabilities))
-
-
 def test_few_calibration_images_give_no_high_coverage() -> None:
     thresholds = calibration.set_thresholds(*answers_of(0, 30, 3))
     assert calibration.set_threshold(thresholds, 0.9) is not None

@@ -51,32 +51,6 @@ def read_terminal(stream: io.TextIOWrapper, ours: int) -> str:
     return shown.removesuffix(end).decode()
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOWrapper, int]]:
-    """Return a stream to a terminal 60 columns wide, and the other end of it."""
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
-    with opened_terminal() as opened:
-        yield opened
-
-
-def test_a_narrow_terminal_keeps_the_bar_and_wraps_between_words(terminal: tuple[io.TextIOWrapper, int]) -> None:
-    stream, ours = terminal
-    console = Console(stream)
-    console.note("epoch 1/3  train loss 2.3862, accuracy 0.2830  valid loss 1.3884, accuracy 0.5833  4,006 images/s")
-    console.update(1, 60_000)
-    console.update(30_000, 60_000, text="epoch 1/3 loss 2.3862")
-    console.close()
-    shown = read_terminal(stream, ours)
-    lines = [line.strip() for line in shown.split("\r\n")[:2]]
-    assert lines == [
-        "epoch 1/3  train loss 2.3862, accuracy 0.2830  valid loss",
-        "1.3884, accuracy 0.5833  4,006 images/s",
-    ]
-    assert "━" * 15 in shown
-    assert "0%" in shown
-
-
 def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
     stream = io.StringIO()
     console = Console(stream)

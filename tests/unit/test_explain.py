@@ -7,7 +7,6 @@ from torch import nn
 
 from flatout.inference.explain import layer_cam
 from flatout.report.pictures import heat_scale, overlaid
-from flatout.utils.style import readable_on
 
 
 class Bright(nn.Module):
@@ -84,14 +83,3 @@ def test_the_colours_of_a_heatmap():
     photo = np.zeros((1, 1, 3), np.uint8) + np.array([30, 60, 90], np.uint8)
     assert overlaid(photo, np.zeros((1, 1))).tolist() == [[[60, 60, 60]]], "only the heatmap has colours"
     np.testing.assert_array_equal(heat_scale(12), overlaid(grey[:1] * 0 + 128, heat[:1]))
-
-
-def test_text_can_be_read_on_any_colour():
-    def luminance(colour: np.ndarray) -> np.ndarray:
-        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
-        return linear @ [0.2126, 0.7152, 0.0722]
-
-    for colour in np.random.default_rng(0).random((500, 3)):
-        text = np.array([int(readable_on(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        low, high = sorted(float(luminance(c)) + 0.05 for c in (colour, text))
-        assert high / low > 4.5

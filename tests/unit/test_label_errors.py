@@ -142,14 +142,6 @@ def test_an_image_without_any_of_several_classes_has_an_empty_label(tmp_path: Pa
     assert [row["label"] for row in read(tmp_path / "fixed.csv")][:4] == ["", names[0], "", f"{first}|{names[0]}"]
 
 
-def test_networks_that_know_little_are_named(found: LabelErrors) -> None:
-    labels = np.array([[1, 0, 1], [0, 1, 0]] * 24, np.uint8)
-    source = dataclasses.replace(found.source, labels=labels, task="multi-label", classes=("a", "b", "c"))
-    for right, remarks in ((0.9, 0), (0.4, 1)):
-        several = dataclasses.replace(found, source=source, probabilities=np.where(labels, right, 1 - right))
-        assert len(several.remarks()) == remarks
-
-
 def test_chosen_suggestions_are_applied_without_training(found: LabelErrors, photos: Path, tmp_path: Path) -> None:
     write_errors(found, tmp_path, None)
     lines = (tmp_path / "label-errors.csv").read_text().splitlines()
@@ -185,13 +177,11 @@ def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.Ca
     ("words", "message"),
     [
         (["--apply", "{here}/out.txt"], "must be a new file that ends in .csv"),
-        (["--apply", "{here}/none/out.csv"], "there is no folder"),
         (["--suggestions", "{here}/kept.csv"], "--suggestions needs --apply"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.npz"], "these images are files; end the name in"),
         (["--suggestions", "{here}/absent.csv", "--apply", "{here}/out.csv"], "absent.csv: cannot be read"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.csv"], "line 2: is not of this data"),
         (["--epochs", "0"], "--epochs requires --labels"),
-        (["--seed", "0"], "--seed requires --labels"),
         (["--labels", "--minutes", "0"], "--minutes 0: must be greater than 0"),
         (["--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
     ],

@@ -1,7 +1,6 @@
 """The models by name: layers, sizes, first weights, logits, and what is refused."""
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,23 +156,16 @@ def test_binary_loss_means_one_output_and_two_classes():
     [
         ("fashon-cnn", "no model called 'fashon-cnn'; did you mean 'fashion-cnn'"),
         ("resnet18", "did you mean 'timm:resnet18'"),
-        ("resnet18.a1_in1k", "did you mean 'timm:resnet18.a1_in1k'"),
         ("timm:resnet81", "timm has no model called 'resnet81'; nearest: timm:resnet"),
         ("timm:resnet18.a1_in2k", "timm has no weights 'a1_in2k' for resnet18; did you mean 'a1_in1k'"),
         ("timm:inception_v3", "'timm:inception_v3' fails on 3-channel images of 32x32 pixels"),
         ("own.py", "write own.py:NAME"),
-        ("gone.py:Net", "cannot be imported.*gone.py"),
         ("no_such_package.nets:make", "No module named 'no_such_package'"),
     ],
 )
 def test_a_wrong_name_gets_the_nearest_or_a_reason(name: str, message: str):
     with pytest.raises(InputError, match=message):
         build(name, num_classes=2, image_size=32, channels=3, seed=1, allow_code=True)
-
-
-def test_names_are_listed_without_importing_torch():
-    code = "import sys; from flatout.models.build import list_names; list_names(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 # --- factories ---

@@ -33,13 +33,6 @@ def test_features_are_those_of_torch_for_any_number_of_images(images: torch.Tens
         torch.testing.assert_close(computed(images[:count]), own(images[:count]))
 
 
-def test_the_run_uses_what_a_measurement_has_prepared(images: torch.Tensor) -> None:
-    """Also where other networks were measured after the chosen one; then they are forgotten."""
-    first, second = frozen_network(network(1), images, 2), frozen_network(network(2), images, 2)
-    assert frozen_network(network(1), images, 2) is first
-    assert frozen_network(network(2), images, 2) is not second
-
-
 def test_a_network_that_onnx_runtime_cannot_compute_is_its_own_function(
     images: torch.Tensor, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import flatout
 from flatout.config import Recipe, from_dict, known_keys, load_recipe, of_run
-from flatout.config.jobs import builtin_jobs, load_job
+from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
 from flatout.train.checkpoint import Checkpoint
 from flatout.train.progress import Progress
@@ -16,18 +16,6 @@ from flatout.utils.errors import InputError
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data={})
-
-
-def test_all_jobs_of_the_contract_are_there() -> None:
-    assert builtin_jobs() == [
-        "caltech101",
-        "cats-dogs",
-        "digits",
-        "fashion-mnist",
-        "fashion-mnist-keras",
-        "mnist-parallel",
-        "oct-vgg16",
-    ]
 
 
 PUBLISHED = {
@@ -112,49 +100,31 @@ WRONG = [
     ({"schedule.corrections": "204"}, "schedule.corrections = '204': must be pairs STEP:STEPS"),
     ({"schedule.corrections": "204:9 100:8"}, "in the order of the first"),
     ({"epoch": 3}, "unknown recipe key 'epoch'; did you mean 'epochs'?"),
-    ({"lr": 0.1}, "did you mean 'optimizer.lr'?"),
-    ({"optimizer.learning_rate": 0.1}, "unknown recipe key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?"),
-    ({"bs": 3}, "unknown recipe key 'bs'; did you mean 'batch_size'?"),
     ({"schedule.factor": 1.0}, "schedule.factor = 1.0: must be greater than 0 and less than 1"),
-    ({"augment.flop": True}, "did you mean 'augment.flip'?"),
     ({"epochs": "3"}, "epochs = '3': must be a whole number"),
     ({"epochs": 2.5}, "epochs = 2.5: must be a whole number"),
     ({"epochs": 0}, "epochs = 0: must be at least 1"),
-    ({"batch_size": -1}, "batch_size = -1"),
     ({"augment.flip": 1}, "augment.flip = 1: must be true or false"),
-    ({"optimizer.lr": 0}, "optimizer.lr = 0.0: must be greater than 0"),
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
     ({"optimizer.name": "lamb"}, "optimizer.name = 'lamb': known: sgd, momentum, adagrad, adam, adamw, torch:NAME"),
     ({"optimizer.name": 3}, "optimizer.name = 3: must be text in quotes"),
     ({"optimizer.name": "timm:lion", "optimizer.betas": [1.5]}, "optimizer.betas = (1.5,): each must be at least 0"),
     ({"optimizer.layer_decay": 0}, "optimizer.layer_decay = 0.0: must be greater than 0 and at most 1"),
-    ({"optimizer.lr_scaling": "square"}, "optimizer.lr_scaling = 'square': did you mean 'sqrt'?"),
-    ({"optimizer.lr_base_batch": -256}, "optimizer.lr_base_batch = -256: must be at least 0"),
-    ({"optimizer.lr_base_batch": 256.0}, "optimizer.lr_base_batch = 256.0: must be a whole number"),
     ({"dropout": 1}, "dropout = 1.0: must be at least 0 and less than 1"),
-    ({"dropout": -0.5}, "dropout = -0.5"),
-    ({"micro_batch": -1}, "micro_batch = -1: must be at least 0"),
-    ({"shard": "half"}, "shard = 'half': known: none, full"),
-    ({"schedule.name": "cosin"}, "did you mean 'cosine'?"),
     ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
-    ({"data.on_bad_image": "ignore"}, "known: stop, skip"),
     ({"data.std": [0.0], "data.mean": [0.0]}, "data.std"),
     ({"data.mean": [0.1, 0.2], "data.std": [1, 1]}, "data.mean"),
     ({"data.valid_fraction": 0.6, "data.test_fraction": 0.5}, "leaves no training images"),
-    ({"norm": "batch"}, "norm = 'batch': known: global, per-device, frozen"),
     ({"norm": "frozen"}, "norm = 'frozen'"),
     ({"data.decode": "during"}, "data.decode = 'during': is no longer available"),
     ({"exact_sums": True}, "exact_sums = True: is no longer available"),
     ({"optimizer": 3}, "optimizer = 3"),
-    ({"model.name": "x"}, "unknown recipe key 'model.name'"),
-    ({"channels": 0}, "channels = 0: must be at least 1 and at most 1024"),
     (
         {"channels": 5, "augment.policy": "randaugment"},
         "policy = 'randaugment': needs images of 1 or 3 channels",
     ),
     ({"data.bits": 16, "augment.policy": "trivialaugment"}, "and 8 bits; these have 3 channels and 16 bits"),
-    ({"data.bits": 12}, "data.bits = 12: known: 0, 8, 16"),
     ({"image_size": [0, 4]}, "image_size = (0, 4): must be at least 1 and at most 8192"),
     ({"image_size": [1, 2, 3]}, "image_size = [1, 2, 3]: must be a whole number of pixels, or [height, width]"),
     ({"image_size": "96x160"}, "image_size = '96x160': must be a whole number of pixels, or [height, width]"),

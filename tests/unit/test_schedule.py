@@ -18,10 +18,6 @@ def rates(changes: dict[str, object]) -> list[float]:
     return [learning_rate(recipe, step, STEPS) for step in range(recipe.epochs * STEPS)]
 
 
-def test_constant() -> None:
-    assert set(rates({})) == {0.5}
-
-
 def test_warm_up_rises_to_the_full_rate() -> None:
     found = rates({"schedule.warmup_epochs": 2.0})
     assert found[:14] == sorted(found[:14])

@@ -24,12 +24,6 @@ from flatout.models.build import create_timm, usable_size
         ("levit_128s", (96, 160), 224),
         ("pvt_v2_b0", 128, 128),  # patches overlap
         ("halonet26t", 128, 256),  # the least size that timm lists
-        pytest.param("swin_tiny_patch4_window7_224", 128, 128, marks=pytest.mark.slow),
-        pytest.param("crossvit_9_240", 128, 240, marks=pytest.mark.slow),
-        pytest.param("volo_d1_224", 128, 224, marks=pytest.mark.slow),
-        pytest.param("efficientformer_l1", 300, 224, marks=pytest.mark.slow),
-        pytest.param("sam2_hiera_tiny", 64, 224, marks=pytest.mark.slow),  # published: 896
-        pytest.param("caformer_s18", 40, 40, marks=pytest.mark.slow),
     ],
 )
 def test_the_size_fits_the_network_and_its_weights(name: str, wanted: Any, expected: Any) -> None:
