@@ -12,7 +12,7 @@ import pytest
 
 from flatout.data import cache as caches
 from flatout.data.build import load_pack
-from flatout.data.cache import DIGEST_BYTES, clear, entries, limit_bytes, make_room
+from flatout.data.cache import DIGEST_BYTES, clear, combined_digest, entries, limit_bytes, make_room
 from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, class_folders, expected_images, load, settings
 
@@ -111,6 +111,30 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
+def change_what_is_remembered(memo: Path) -> bytes:
+    """Put another first digest into the memo, so that an answer from the memo can be told from one read anew."""
+    (file,) = memo.iterdir()
+    other = b"from the memo".ljust(DIGEST_BYTES)
+    file.write_bytes(other + file.read_bytes()[DIGEST_BYTES:])
+    return other
+
+
+def test_digests_are_of_the_content_and_remembered(files, tmp_path):
+    expected, memo = [blake(path.read_bytes()) for path in files], tmp_path / "cache" / "memo"
+    assert digest_files([files[3], files[1], files[3]], memo=None) == [expected[3], expected[1], expected[3]]
+    assert len({combined_digest(parts) for parts in ([b"a", b"bc"], [b"ab", b"c"], [b"bc", b"a"], [b"abc"])}) == 4
+    assert digest_files(files, memo=memo) == expected
+    other = change_what_is_remembered(memo)
+    assert digest_files(files, memo=memo) == [other, *expected[1:]]
+    os.truncate(next(memo.iterdir()), 100)  # a damaged memo is replaced
+    assert digest_files(files, memo=memo) == expected
+    assert digest_files(files, memo=files[0] / "memo") == expected  # one that cannot be written
+    content = np.random.default_rng(0).bytes((1 << 23) + 100)  # a large file is digested by parts
+    (tmp_path / "large").write_bytes(content)
+    parts = blake(content[: 1 << 23]) + blake(content[1 << 23 :])
+    assert digest_files([tmp_path / "large"], memo=None) == [blake(parts)]
+
+
 def test_changed_content_of_equal_size_and_time_is_seen(files, tmp_path):
     memo = tmp_path / "memo"
     before = digest_files(files, memo=memo)
@@ -120,3 +144,15 @@ def test_changed_content_of_equal_size_and_time_is_seen(files, tmp_path):
     after = digest_files(files, memo=memo)
     assert after[0] == blake(files[0].read_bytes()) != before[0]
     assert after[1:] == before[1:]
+
+
+def test_files_just_written_and_files_that_cannot_be_read_are_not_remembered(files, tmp_path):
+    memo, fresh, content = tmp_path / "memo", tmp_path / "fresh", files[5].read_bytes()
+    fresh.write_bytes(b"one")
+    digest_files([fresh], memo=memo)
+    files[5].unlink()
+    missing = digest_files(files, memo=memo)[5]
+    assert missing not in {blake(b""), blake(content)}
+    assert not memo.exists()
+    files[5].write_bytes(content)
+    assert digest_files(files, memo=memo)[5] == blake(content)

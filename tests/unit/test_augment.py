@@ -56,6 +56,24 @@ def test_mirror_alone_is_exact() -> None:
         assert torch.equal(found[i], plain(images)[i].flip(2) if flag else plain(images)[i])
 
 
+def test_middle_draws_change_nothing() -> None:
+    found = transformed(pictures(), {}, shear=0.3, zoom=0.3, rotate=30.0, shift=0.3)
+    torch.testing.assert_close(found, plain(pictures()), atol=1e-3, rtol=1e-5)
+
+
+def test_mirror_as_a_map() -> None:
+    torch.testing.assert_close(
+        transformed(pictures(), {}, flip=True, zoom=0.1), plain(pictures()).flip(3), atol=1e-3, rtol=1e-5
+    )
+
+
+def test_rotation_by_a_right_angle() -> None:
+    found = transformed(pictures(), {augment.ROTATE: 1.0}, rotate=90.0)
+    assert torch.allclose(found, plain(pictures()).rot90(1, (2, 3)), atol=0.05) or torch.allclose(
+        found, plain(pictures()).rot90(-1, (2, 3)), atol=0.05
+    )
+
+
 @pytest.mark.parametrize("flip", [False, True])
 def test_shifts_alone_move_by_whole_pixels(flip: bool) -> None:
     images = pictures(64)
@@ -74,11 +92,26 @@ def test_shifts_alone_move_by_whole_pixels(flip: bool) -> None:
     assert len(seen) > 20, "25 are as likely"
 
 
+def test_shift_by_whole_pixels_repeats_the_edge() -> None:
+    found = transformed(pictures(), {augment.SHIFT_X: 1.0}, shift=4 / 16)
+    original = plain(pictures())
+    torch.testing.assert_close(found[..., :-4], original[..., 4:], atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(found[..., -4:], original[..., -1:].expand(-1, -1, -1, 4), atol=1e-2, rtol=1e-4)
+
+
 def test_zoom_reads_a_smaller_part() -> None:
     gradient = torch.arange(16, dtype=torch.uint8)[None, None, :, None].expand(1, 16, 16, 3).contiguous()
     found = transformed(gradient, {augment.ZOOM_X: 0.0, augment.ZOOM_Y: 0.0}, zoom=0.5)[0, 0, 0]
     spread = float(found.max() - found.min())
     assert 7 < spread < 8
+
+
+def test_shear_moves_rows_apart() -> None:
+    gradient = torch.arange(16, dtype=torch.uint8)[None, None, :, None].expand(1, 16, 16, 3).contiguous()
+    found = transformed(gradient, {augment.SHEAR: 1.0}, shear=0.5)[0, 0]
+    offsets = found[:, 8] - found[0, 8]
+    assert float(offsets[-1]) == pytest.approx(0.5 * 15, abs=0.5)
+    assert float((offsets[1:] - offsets[:-1]).std()) < 0.1
 
 
 def test_crops_stay_inside_and_keep_the_area() -> None:
@@ -174,6 +207,16 @@ def test_colors_are_pillows(columns: dict[str, float], by_pillow: Callable[[Imag
         assert np.abs(ours - theirs).max() <= 1.5
 
 
+def equalized_by_hand(channel: np.ndarray) -> np.ndarray:
+    """Return one channel as Pillow's ImageOps.equalize has it: by its histogram, all in whole numbers."""
+    histogram = np.bincount(channel.ravel(), minlength=256)
+    step = (channel.size - histogram[channel.max()]) // 255
+    if step == 0:
+        return channel
+    table = [min(255, (step // 2 + int(histogram[:level].sum())) // step) for level in range(256)]
+    return np.array(table)[channel]
+
+
 @pytest.mark.parametrize(("size", "spread"), [(40, 4), (40, 1), (12, 1), (40, 300)])
 def test_equalised_histograms_are_exactly_those_of_torchvision_and_pillow(size: int, spread: int) -> None:
     """Also of too few pixels and of one level, which stay as they are."""
@@ -185,6 +228,11 @@ def test_equalised_histograms_are_exactly_those_of_torchvision_and_pillow(size: 
     assert (found == theirs).all()
     for image, ours in zip(images.numpy(), found, strict=True):
         assert (ours == np.asarray(ImageOps.equalize(Image.fromarray(image)))).all()
+        assert (ours == np.stack([equalized_by_hand(image[..., c]) for c in range(3)], 2)).all()
+
+
+def test_neutral_factors_change_nothing() -> None:
+    torch.testing.assert_close(torch.from_numpy(recolored(pictures())), pictures().float(), atol=1e-3, rtol=0)
 
 
 def test_color_jitter_stays_within_its_bounds() -> None:
