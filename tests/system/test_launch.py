@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 import flatout
 from flatout.cli.main import main
 from flatout.distributed.launch import launch
-from flatout.engine.processes import run_on_devices
+from flatout.engine.factory import run_on_devices
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks

@@ -137,13 +137,19 @@ class World:
         watch: ends this rank when it hangs.
         timeout: the seconds for which a collective of tensors waits for the other ranks.
         seconds: time spent in sums, including the wait for other ranks.
+
+    Args:
+        launched: the rank of this process; None if it is alone.
+        local_size: the processes that share this host, if it is alone.
     """
 
-    def __init__(self, launched: Launched | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, launched: Launched | None = None, device: torch.device | None = None, *, local_size: int = 1
+    ) -> None:
         self.rank = launched.rank if launched else 0
         self.size = launched.size if launched else 1
         self.local_rank = launched.local_rank if launched else 0
-        self.local_size = launched.local_size if launched else 1
+        self.local_size = launched.local_size if launched else local_size
         self.device = device or torch.device("cpu")
         self.backend = ""
         self.is_joined = False

@@ -18,10 +18,10 @@ from flatout.inference.predictions import file_names, write_predictions
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
+from flatout.train.context import RunLog
 from flatout.train.finish import versions
 from flatout.train.prepare import build_model, prepare_host
 from flatout.train.request import Options, TrainRequest
-from flatout.train.run_log import RunLog
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, TrainingFailed
@@ -134,9 +134,8 @@ def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], 
             overwrite=False,
             began=time.perf_counter(),
         )
-        world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
-        # They share cores and memory.
-        world.local_size = len(specs)
+        # The processes share cores and memory.
+        world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]), local_size=len(specs))
         recipe = _in_one_format(request.recipe, folder, precisions(options.engine, world))
         of_fold = TrainRequest(
             recipe=recipe.override({"data.fold": fold}),

@@ -49,12 +49,8 @@ def fastest_precision(
     from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
-    # The images of the first batches of an epoch.
-    positions = np.concatenate(
-        [batch.samples for batch in islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)]
-    )
-    positions = np.sort(positions[:count])
-    few = samples.at(positions)
+    first_batches = islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)
+    few = samples.at(np.sort(np.concatenate([batch.samples for batch in first_batches])[:count]))
     default = formats[0]
     seconds = dict.fromkeys((default, "bf16"), math.inf)
     for name in PRECISION_ROUNDS * (default, "bf16"):
@@ -66,7 +62,7 @@ def fastest_precision(
     gain = seconds[default] / seconds["bf16"]
     chosen = "bf16" if gain >= BF16_WORTH else default
     compared = f"{gain:.1f} times as fast as" if gain >= 1.05 else "no faster than"
-    return chosen, f"precision = {chosen}: a step in bf16 is {compared} in {default}"
+    return chosen, f"a step in bf16 is {compared} in {default}"
 
 
 def check_sanity(context: "TrainContext", progress: "Progress") -> None:

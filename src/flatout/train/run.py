@@ -13,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flatout.distributed.consistency import agree, data_facts
 from flatout.distributed.environment import launched
 from flatout.engine import optim
-from flatout.engine.processes import check_batch, run_on_devices
+from flatout.engine.devices import parse_devices, spec_of
+from flatout.engine.factory import choose_processes, kept_devices, run_on_devices
 from flatout.train import claim
 from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner
-from flatout.train.checkpoint import continued_recipe, note_jump, restore
-from flatout.train.context import Ended, TrainContext
+from flatout.train.checkpoint import continued_recipe, restore
+from flatout.train.context import Ended, RunLog, TrainContext
 from flatout.train.folds import cross_validate
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.prepare import (
+    agree,
     build_model,
     claimed_run_dir,
     load_pack,
@@ -37,7 +38,6 @@ from flatout.train.prepare import (
 from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
 from flatout.train.request import Options, TrainRequest, check
-from flatout.train.run_log import RunLog
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
@@ -100,8 +100,6 @@ def run_on_all_ranks(
         InputError, TrainingFailed, Stopped: see `train`.
     """
     from flatout.data.pack import share
-    from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes, kept_devices
 
     recipe, options = request.recipe, request.options
     if recipe.optimizer.is_of_library:
@@ -110,7 +108,7 @@ def run_on_all_ranks(
     if launched() is not None:
         return call((request,), spec=options.devices)
     if options.devices != "auto":
-        check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
+        _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
         spec, sentences = options.devices, list(options.notes)
@@ -145,6 +143,14 @@ def run_on_all_ranks(
         )
 
 
+def _check_batch(batch: int, ranks: int) -> None:
+    if batch < ranks:
+        raise InputError(
+            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+            "use a larger batch or fewer devices"
+        )
+
+
 def _devices_of_resumed_run(options: Options) -> str:
     """Return the devices of the run to resume; "" if it is new or they are unknown."""
     if options.resume and options.out:
@@ -165,7 +171,6 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
     from flatout.train.finish import finish
 
     with set_up(console, world, request) as context:
-        context = replace(context, data_facts=data_facts(context.pack, context.recipe))
         # Continue from a checkpoint, or begin with the fitted head
         checkpoint = restore(context)
         progress = checkpoint.progress if checkpoint else new_progress(context)
@@ -181,8 +186,6 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
             check_sanity(context, progress)
             callbacks = CallbackRunner(context, progress)
             if context.datasets:
-                if checkpoint:
-                    note_jump(context, progress, checkpoint.recipe)
                 context, ended = run_epochs(context, progress, budget, callbacks)
             ended = finish(context, progress, ended)
             failure = callbacks.end(ended.failure)
@@ -201,8 +204,6 @@ def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator
     Raises:
         InputError: see `train`.
     """
-    from flatout.engine.devices import spec_of
-
     log = RunLog(console, request)
     with claimed_run_dir(request, world) as run_dir:
         # Data and recipe
@@ -210,7 +211,7 @@ def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator
         splits = split_pack(pack, request.recipe, log)
         continued = continued_recipe(request, run_dir, world)
         recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
-        check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
+        _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine

@@ -86,8 +86,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
         if _can_fork(ranks):
             times.append(_on_ranks(model, one, ranks))
         else:
-            world = World(device=accelerator.device)
-            world.local_size = ranks
+            world = World(device=accelerator.device, local_size=ranks)
             own = max(1, one.batch_size // ranks)
             seconds = _measure(model, one.override({"batch_size": own}), world)
             times.append(seconds + (ranks > 1) * _sum_seconds(model) / own)

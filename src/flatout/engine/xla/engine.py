@@ -31,6 +31,7 @@ from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import DeviceBatch, Evaluated, FrozenPrefix, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
 from flatout.tasks import task_of
+from flatout.tasks.base import Task
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
@@ -47,6 +48,7 @@ class XlaEngine:
         recipe: data.mean and data.std must be filled in.
         devices: the devices of all processes, grouped by process.
         world: the processes, one per host.
+        task: the task with the metrics of the user; None for the recipe's.
         class_weights: see `Task.class_weights`; None for none.
         steps_per_dispatch: steps per program call; None to choose by the devices.
         head: see the torch engine.
@@ -59,13 +61,14 @@ class XlaEngine:
         *,
         devices: Sequence[Any],
         world: World | None = None,
+        task: Task | None = None,
         class_weights: np.ndarray | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         steps_per_dispatch: int | None = None,
         head: Head | None = None,
     ) -> None:
         self.recipe, self.world, self.class_weights, self.report = recipe, world or World(), class_weights, report
-        self.task, self._target_shape = task_of(recipe), ()
+        self.task, self._target_shape = task or task_of(recipe), ()
         self.model = model.to("cpu")
         self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.recorder: Recorder | None = None
