@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
 from flatout.train.context import RunLog
-from flatout.train.finish import versions
+from flatout.train.finish import about_run
 from flatout.train.prepare import build_model, prepare_host
 from flatout.train.request import Options, TrainRequest
 from flatout.utils import run_files
@@ -230,7 +229,7 @@ def _summary(
     request: TrainRequest, log: RunLog, pack: "Pack", folds: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     """Return the fields of `summary.json` other than joint metrics; `folds` are the folds' summaries."""
-    from flatout.engine.devices import machine, spec_of
+    from flatout.engine.devices import spec_of
 
     recipe, options = request.recipe, request.options
     task, specs = task_of(recipe), _specs(recipe, options)
@@ -240,23 +239,12 @@ def _summary(
     total = {key: sum(fold[key] for fold in folds) for key in ("images_trained", "train_seconds")}
     pool = np.concatenate([pack.labels[a:b] for name, (a, b) in pack.splits.items() if name != "test"])
     return {
-        "job": recipe.job,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "model": recipe.model,
-        "engine": options.engine,
+        **about_run(recipe, options.engine, pack),
         # One device trains a fold; XLA's train one together.
         "devices": spec_of(specs) if len(specs) > 1 else folds[0]["devices"],
         "world_size": len(specs) if len(specs) > 1 else folds[0]["world_size"],
-        "batch_size": recipe.batch_size,
-        "epochs": recipe.epochs,
-        "tta": recipe.tta,
-        "task": recipe.task,
-        "seed": recipe.seed,
-        "parameters": folds[0]["parameters"],
-        "trained_parameters": folds[0]["trained_parameters"],
-        "classes": list(pack.classes),
+        **{key: folds[0][key] for key in ("parameters", "trained_parameters", "test_images") if key in folds[0]},
         "train_images": len(pool),
-        **({"test_images": folds[0]["test_images"]} if "test_images" in folds[0] else {}),
         "train_class_counts": count_classes(pool, len(pack.classes)).tolist(),
         **total,
         "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
@@ -275,12 +263,6 @@ def _summary(
         "stopped": None,
         "notes": log.notes,
         "time_seconds": log.seconds | {"folds": seconds},
-        "pack": str(pack.folder.absolute()) if pack.folder else None,
-        "pack_fingerprint": pack.fingerprint,
-        "pack_was_cached": pack.was_cached,
-        "skipped_images": pack.skipped,
-        "machine": machine(),
-        "versions": versions(),
     }
 
 
