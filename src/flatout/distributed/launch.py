@@ -38,7 +38,7 @@ _KILL_SECONDS = 30.0
 _REASON_SECONDS = 3.0
 # Maximum time between the ends of hosts.
 _EXIT_SECONDS = 60.0
-# Bytes for the stack trace of a rank that hung or crashed.
+# Lines of the log of a rank that hung or crashed.
 _TAIL_LINES = 30
 _HUNG = re.compile(r"^Timeout \((\d+:\d\d:\d\d)", re.MULTILINE)
 
@@ -53,7 +53,7 @@ def launch(
     hosts: Hosts | None = None,
     restarts: int = 0,
 ) -> Any:
-    """Call function(console, *args) in one new process for each device name; see `flatout.engine.processes`."""
+    """Call function(console, *args) in one new process for each device name; see `engine.factory.run_on_devices`."""
     import cloudpickle
 
     try:

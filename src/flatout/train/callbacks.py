@@ -100,28 +100,20 @@ class CallbackRunner:
 
     def __init__(self, context: "TrainContext", progress: Progress) -> None:
         self._context, self._callbacks, self._world = context, context.options.callbacks, context.world
-
-        def info() -> tuple[RunInfo]:
-            return (
-                RunInfo(
-                    path=context.run_dir,
-                    recipe=context.recipe,
-                    classes=context.pack.classes,
-                    devices=context.devices,
-                    parameters=context.parameters,
-                    epoch=progress.epoch,
-                ),
-            )
-
-        self._call("on_start", info)
+        info = RunInfo(
+            path=context.run_dir,
+            recipe=context.recipe,
+            classes=context.pack.classes,
+            devices=context.devices,
+            parameters=context.parameters,
+            epoch=progress.epoch,
+        )
+        self._call("on_start", lambda: (info,))
 
     def epoch(self, line: dict[str, Any]) -> str:
         """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
-
-        def arguments() -> tuple[int, dict[str, Any]]:
-            return line["epoch"], {key: value for key, value in line.items() if key != "epoch"}
-
-        return self._call("on_epoch_end", arguments)
+        metrics = {key: value for key, value in line.items() if key != "epoch"}
+        return self._call("on_epoch_end", lambda: (line["epoch"], dict(metrics)))
 
     def end(self, failure: Exception | None) -> Exception | None:
         """Call `on_end`; return `failure`, or a callback's failure."""
@@ -151,16 +143,13 @@ class CallbackRunner:
                 if launched() is not None:
                     # The process that shows the message does not get the traceback; log it here.
                     traceback.print_exception(error, file=sys.stderr)
-                failure = CallbackFailed(f"the callback {name} raised {_describe(error)}")
+                frames = traceback.extract_tb(error.__traceback__)
+                # The first frame is this one.
+                frame = frames[min(1, len(frames) - 1)]
+                text = "".join(traceback.format_exception_only(error)).strip()
+                failure = CallbackFailed(
+                    f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})"
+                )
                 failure.__cause__ = error
                 return failure
         return ended
-
-
-def _describe(error: Exception) -> str:
-    """Return type and text of an exception, and the line of the callback that raised it."""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    # The first frame is our call.
-    frame = frames[min(1, len(frames) - 1)]
-    return f"{text} ({frame.filename}, line {frame.lineno})"

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flatout.data.pack import share
 from flatout.distributed.environment import launched
 from flatout.engine import optim
 from flatout.engine.devices import parse_devices, spec_of
-from flatout.engine.factory import choose_processes, kept_devices, run_on_devices
+from flatout.engine.factory import Processes, choose_processes, kept_devices, run_on_devices
 from flatout.train import claim
 from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner
@@ -44,6 +45,7 @@ from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost,
 from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
+    from flatout.data.pack import Pack
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset
 
@@ -99,8 +101,6 @@ def run_on_all_ranks(
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    from flatout.data.pack import share
-
     recipe, options = request.recipe, request.options
     if recipe.optimizer.is_of_library:
         optim.of_library(recipe.optimizer)
@@ -111,27 +111,10 @@ def run_on_all_ranks(
         _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
-        spec, sentences = options.devices, list(options.notes)
-        if spec == "auto" and (before := _devices_of_resumed_run(options)):
-            spec, sentence = kept_devices(before, options.engine)
+        chosen, notes = _choose_processes(request, pack)
+        for sentence in notes:
             console.note(sentence)
-            sentences.append(sentence)
-        start, stop = pack.splits["train"]
-        chosen = choose_processes(
-            spec,
-            request.recipe,
-            stop - start,
-            lambda: build_model(request, pack),
-            options.engine,
-            seconds=None if options.minutes is None else 60 * options.minutes,
-        )
-        if chosen.reason:
-            console.note(chosen.reason)
-            sentences.append(chosen.reason)
-        options = replace(options, devices=str(chosen.devices), notes=tuple(sentences))
-        if begins and request.run_dir and not options.overwrite:
-            (request.run_dir / run_files.LOGS).mkdir(exist_ok=True)
-            write_atomically(request.run_dir / run_files.DEVICES, options.devices.encode())
+        options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         data = pack if is_alone else stack.enter_context(share(pack))
         return call(
@@ -143,20 +126,28 @@ def run_on_all_ranks(
         )
 
 
+def _choose_processes(request: TrainRequest, pack: "Pack") -> tuple[Processes, list[str]]:
+    """Return the processes of this host, and sentences about the choice; a resumed run keeps its devices."""
+    options, notes = request.options, list[str]()
+    spec = options.devices
+    if spec == "auto" and options.resume and options.out:
+        with contextlib.suppress(OSError):
+            before = (options.out / run_files.DEVICES).read_text(errors="replace")
+            spec, sentence = kept_devices(before, options.engine)
+            notes.append(sentence)
+    start, stop = pack.splits["train"]
+    chosen = choose_processes(
+        spec, request.recipe, stop - start, lambda: build_model(request, pack), options.engine, seconds=options.seconds
+    )
+    return chosen, [*notes, chosen.reason] if chosen.reason else notes
+
+
 def _check_batch(batch: int, ranks: int) -> None:
     if batch < ranks:
         raise InputError(
             f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
             "use a larger batch or fewer devices"
         )
-
-
-def _devices_of_resumed_run(options: Options) -> str:
-    """Return the devices of the run to resume; "" if it is new or they are unknown."""
-    if options.resume and options.out:
-        with contextlib.suppress(OSError):
-            return (options.out / run_files.DEVICES).read_text(errors="replace")
-    return ""
 
 
 # --- What each of them does ------------------------------------------------------------------------------------------

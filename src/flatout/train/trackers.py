@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,6 @@ class MLflow(_Tracker):
         self._client = None
 
     def _log(self, figures: dict[str, float], step: int) -> None:
-        import time
-
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
@@ -273,11 +272,9 @@ def callbacks_of(given: Any) -> tuple[Callback, ...]:
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         given = [given]
-    return tuple(_tracker(one) if isinstance(one, str) else check_callback(one) for one in given)
-
-
-def _tracker(name: str) -> Callback:
-    classes = {cls.package: cls for cls in (TensorBoard, WandB, Trackio, MLflow)}
-    if name not in classes:
-        raise InputError(f"callbacks: {name!r} is not a tracker; {nearest(name, TRACKERS)}")
-    return classes[name]()
+    trackers, found = {cls.package: cls for cls in (TensorBoard, WandB, Trackio, MLflow)}, list[Callback]()
+    for one in given:
+        if isinstance(one, str) and one not in trackers:
+            raise InputError(f"callbacks: {one!r} is not a tracker; {nearest(one, TRACKERS)}")
+        found.append(trackers[one]() if isinstance(one, str) else check_callback(one))
+    return tuple(found)
