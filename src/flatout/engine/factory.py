@@ -207,7 +207,6 @@ def run_on_devices(
     restarts: int | None = None,
     hang_timeout: float = HANG_TIMEOUT,
     threads: int | None = None,
-    own_process: bool = False,
 ) -> Any:
     """Call function(console, world, *args) on every rank, with a joined world; return the first rank's result.
 
@@ -219,7 +218,6 @@ def run_on_devices(
         restarts: how often the ranks are restarted after losing one. Default: as often as hosts may be lost.
         hang_timeout: seconds without progress after which one of several ranks is ended.
         threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
-        own_process: start a process even for a single device.
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
@@ -232,7 +230,7 @@ def run_on_devices(
     call, hosts = (spec, engine, hang_timeout, function, args), hosts or Hosts()
     restarts = hosts.most - hosts.least if restarts is None else restarts
     names = parse_devices(spec, engine).ranks.names
-    if launched() is not None or (len(names) == hosts.most == 1 and restarts == 0 and not own_process):
+    if launched() is not None or (len(names) == hosts.most == 1 and restarts == 0):
         return _join_and_call(console, *call)
     threads = threads or cpu_threads(len(names))
     return launch(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)

@@ -82,8 +82,6 @@ def check(recipe: Recipe, options: Options) -> None:
         InputError: it cannot; the message names the key or the flag and the fix.
     """
     folds, minutes = f"data.folds = {recipe.data.folds}", f"--minutes {options.minutes or 0:g}"
-    if options.minutes is not None and recipe.augment.start_size:
-        raise InputError(f"{minutes}: cannot plan steps on images that grow; set augment.start_size = 0")
     if not recipe.data.folds or recipe.data.fold:
         return
     if options.minutes is not None:

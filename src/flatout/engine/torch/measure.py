@@ -75,7 +75,6 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
             "task": "single-label",
             "loss": "cross-entropy",
             "shard": "none",
-            "augment.start_size": 0,
             "data.mean": recipe.data.mean or middle,
             "data.std": recipe.data.std or middle,
         }

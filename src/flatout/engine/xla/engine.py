@@ -139,25 +139,24 @@ class XlaEngine:
         table: jax.Array | None,
         *,
         steps: int | None = None,
-        size: tuple[int, int] | None = None,
         evaluates: bool = False,
         tta: bool = False,
     ) -> Callable[..., Any]:
         """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
-        key = program.batch, None if table is None else table.shape, steps, size, evaluates, tta
+        key = program.batch, None if table is None else table.shape, steps, evaluates, tta
         if key not in self._compiled:
             assert self._state is not None
             if evaluates:
                 lowered = self.sharding.lower_evaluation(program, self._state, table=table, tta=tta)
             else:
-                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table, size=size)
+                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table)
             with compilation_cache():
                 self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
     def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
-        function = self.compiled(self.program(split.batch), split.table, steps=steps, size=split.size)
+        function = self.compiled(self.program(split.batch), split.table, steps=steps)
         while len(self._in_flight) >= split.run_ahead:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
