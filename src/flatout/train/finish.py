@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,25 +14,25 @@ from flatout import __version__
 from flatout.config import Recipe
 from flatout.config.settings import collapse_size
 from flatout.data.labels import count_classes
+from flatout.data.pack import Pack
 from flatout.distributed.world import Flag
 from flatout.engine.augment import tta_views
+from flatout.engine.base import Evaluation
 from flatout.engine.devices import machine
 from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
+from flatout.models.weights import save_tensors
 from flatout.report.stages import stages
+from flatout.report.verdict import verdict
 from flatout.tasks import describe_metrics
+from flatout.tasks.base import Task
 from flatout.train.context import Ended, TrainContext
+from flatout.train.head_stage import HeadStage
 from flatout.train.progress import Progress
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
-
-if TYPE_CHECKING:
-    from flatout.data.pack import Pack
-    from flatout.engine.base import Evaluation
-    from flatout.tasks.base import Task
-    from flatout.train.head_stage import HeadStage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class _Results:
         shown: the split whose predictions are saved and shown; None without held-out images.
     """
 
-    evaluations: "dict[str, Evaluation]"
+    evaluations: dict[str, Evaluation]
     known: FeatureStats | None
     shown: str | None
 
@@ -66,7 +66,7 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     return ended
 
 
-def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
+def _kept_head(context: TrainContext, progress: Progress) -> HeadStage | None:
     """Return the fitted head, unless fine-tuning has improved on it."""
     is_best = progress.best and not progress.best_epoch
     return context.stage if not progress.history or is_best else None
@@ -174,7 +174,6 @@ def _write(
 
 def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
     from flatout.report.page import draw_all
-    from flatout.report.verdict import verdict
 
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
@@ -194,9 +193,7 @@ def _memory(context: TrainContext) -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: Calibration | None) -> None:
-    from flatout.models.weights import save_tensors
-
+def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, found: Calibration | None) -> None:
     recipe = context.recipe
     # Averaged weights replace the last ones.
     tensors = {
@@ -229,7 +226,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", f
 
 
 def _summary(
-    context: TrainContext, progress: Progress, results: "dict[str, Evaluation]", ended: Ended
+    context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended
 ) -> dict[str, Any]:
     """Return the content of summary.json; `results` include thresholds and temperature."""
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
@@ -283,7 +280,7 @@ def _summary(
     }
 
 
-def about_run(recipe: Recipe, engine: str, pack: "Pack") -> dict[str, Any]:
+def about_run(recipe: Recipe, engine: str, pack: Pack) -> dict[str, Any]:
     """Return the fields of `summary.json` that do not depend on the training."""
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
     return {

@@ -14,33 +14,39 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
 from flatout.config import FREE_KEYS, Recipe
+from flatout.data.batches import Split, measure
+from flatout.data.build import load
+from flatout.data.pack import Pack, SharedPack, load_once_per_host
+from flatout.data.splits import splits_of
 from flatout.distributed.environment import restart_count
+from flatout.distributed.world import World
+from flatout.engine.base import Engine
+from flatout.engine.factory import make_engine, precisions
 from flatout.engine.schedule import describe_scaling
+from flatout.engine.torch.accelerator import precision_of_gpu
+from flatout.models import build
+from flatout.models.pretrained import load_pretrained
 from flatout.tasks import task_of, weights_of, with_task
+from flatout.tasks.regression import statistics
 from flatout.train import claim
 from flatout.train.checkpoint import data_facts
 from flatout.train.context import RunLog
+from flatout.train.head_stage import HeadStage, fit_to_features
 from flatout.train.probes import fastest_precision
+from flatout.train.request import Options, TrainRequest
 from flatout.utils import run_files
+from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.batches import Split
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-    from flatout.engine.base import Engine
-    from flatout.train.head_stage import HeadStage
-    from flatout.train.request import Options, TrainRequest
-    from flatout.utils.console import Console
-
 # --- Run folder and pack --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def claimed_run_dir(request: "TrainRequest", world: "World") -> Iterator[Path]:
+def claimed_run_dir(request: TrainRequest, world: World) -> Iterator[Path]:
     """Claim the run folder in the main process, unless the process that started it has; agree on its name."""
     options = request.options
     resume = options.resume or (restart_count() > 0 and not options.overwrite)
@@ -51,11 +57,9 @@ def claimed_run_dir(request: "TrainRequest", world: "World") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def prepare_host(
-    request: "TrainRequest", console: "Console", *, begins: bool = False
-) -> "Iterator[tuple[TrainRequest, Pack]]":
+    request: TrainRequest, console: Console, *, begins: bool = False
+) -> Iterator[tuple[TrainRequest, Pack]]:
     """Claim the run folder and make the pack for the ranks of this host, in this process or in others."""
-    from flatout.distributed.world import World
-
     alone, log = World(), RunLog(console, request)
     with contextlib.ExitStack() as stack:
         if request.options.hosts.most == 1:
@@ -75,11 +79,8 @@ def prepare_host(
         yield request, pack
 
 
-def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
+def load_pack(request: TrainRequest, world: World, log: RunLog) -> Pack:
     """Return the pack: one process per host makes it, and the others map the same file."""
-    from flatout.data.build import load
-    from flatout.data.pack import Pack, SharedPack, load_once_per_host
-
     data = request.data
     if isinstance(data, Pack):
         return data
@@ -98,10 +99,8 @@ def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
 # --- Data and recipe ------------------------------------------------------------------------------------------------
 
 
-def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Split]":
+def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
     """Return the images of each split, and note how the data was split."""
-    from flatout.data.splits import splits_of
-
     log.console.note(pack.describe())
     for sentence in pack.notes:
         log.note(sentence)
@@ -124,9 +123,9 @@ def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Split]":
 
 def resolve_auto_values(
     recipe: Recipe,
-    pack: "Pack",
-    splits: "Mapping[str, Split]",
-    world: "World",
+    pack: Pack,
+    splits: Mapping[str, Split],
+    world: World,
     continued: Recipe | None,
     log: RunLog,
 ) -> Recipe:
@@ -137,9 +136,6 @@ def resolve_auto_values(
     Args:
         continued: the recipe of the continued run; None in a new run.
     """
-    from flatout.data.batches import measure
-    from flatout.tasks.regression import statistics
-
     if not recipe.data.bits:
         recipe = recipe.override({"data.bits": pack.bits})
     if not recipe.data.mean:
@@ -159,7 +155,7 @@ def resolve_auto_values(
     return recipe
 
 
-def _order_for_memory(train: "Split", world: "World", log: RunLog) -> str:
+def _order_for_memory(train: Split, world: World, log: RunLog) -> str:
     """Return "blocks" if the images on disk exceed the memory of a host, else "full"."""
     free = min(world.all_gather_object(available_memory()))
     if not train.is_on_disk or train.nbytes <= free:
@@ -171,7 +167,7 @@ def _order_for_memory(train: "Split", world: "World", log: RunLog) -> str:
     return "blocks"
 
 
-def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
+def agree(world: World, recipe: Recipe, pack: Pack) -> None:
     """Check before the first step that all ranks have the same versions, recipe and data.
 
     Raises:
@@ -200,12 +196,10 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
 
 
 def build_model(
-    request: "TrainRequest", pack: "Pack", report: Callable[[str], None] = lambda sentence: None
+    request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None
 ) -> "nn.Module":
     """Return the model of a request with fresh weights; a model object is copied."""
-    from flatout.models.build import build_model
-
-    return build_model(
+    return build.build_model(
         request.recipe,
         len(pack.classes),
         module=request.module,
@@ -217,13 +211,13 @@ def build_model(
 def start_engine(
     model: "nn.Module",
     recipe: Recipe,
-    splits: "Mapping[str, Split]",
-    pack: "Pack",
-    world: "World",
-    options: "Options",
+    splits: Mapping[str, Split],
+    pack: Pack,
+    world: World,
+    options: Options,
     continued: Recipe | None,
     log: RunLog,
-) -> "tuple[Engine, Recipe, HeadStage | None]":
+) -> tuple[Engine, Recipe, HeadStage | None]:
     """Return the engine with initial weights, the recipe with its number format, and the fitted head if any.
 
     All ranks call this.
@@ -235,10 +229,6 @@ def start_engine(
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
     """
-    from flatout.engine.factory import make_engine
-    from flatout.models.pretrained import load_pretrained
-    from flatout.train.head_stage import fit_to_features
-
     if recipe.pretrained or recipe.weights:
         # Rank 0 alone loads, and perhaps downloads them; its engine distributes them.
         world.from_main(lambda: load_pretrained(model, recipe, log.note))
@@ -257,7 +247,7 @@ def start_engine(
         **functions.for_engine(recipe),
     )
 
-    def fit(recipe: Recipe, engine: "Engine | None" = None) -> "tuple[HeadStage, Recipe]":
+    def fit(recipe: Recipe, engine: Engine | None = None) -> tuple[HeadStage, Recipe]:
         """Fit the head. With a time budget, drop fine-tuning if the head alone is good enough."""
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
@@ -290,16 +280,13 @@ def _choose_precision(
     recipe: Recipe,
     continued: Recipe | None,
     model: "nn.Module",
-    splits: "Mapping[str, Split]",
-    world: "World",
-    options: "Options",
-    make: "Callable[..., Engine]",
+    splits: Mapping[str, Split],
+    world: World,
+    options: Options,
+    make: Callable[..., Engine],
     log: RunLog,
 ) -> Recipe:
     """Return the recipe with its number format: that of the continued run, or the fastest."""
-    from flatout.engine.factory import precisions
-    from flatout.engine.torch.accelerator import precision_of_gpu
-
     formats = precisions(options.engine, world)
     if not recipe.epochs:
         return recipe.override({"precision": "fp32"})
@@ -313,7 +300,7 @@ def _choose_precision(
         chosen, reason = found[0], f"{found[1] / 1e6:,.1f} million multiply-adds per image"
     else:
 
-        def quiet(one: Recipe) -> "Engine":
+        def quiet(one: Recipe) -> Engine:
             return make(copy.deepcopy(model), one, report=lambda sentence: None)
 
         chosen, reason = fastest_precision(quiet, splits["train"], recipe, world, formats)

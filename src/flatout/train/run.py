@@ -11,11 +11,13 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from flatout.data.pack import share
+from flatout.data.pack import Pack, share
 from flatout.distributed.environment import launched
+from flatout.distributed.world import World
 from flatout.engine import optim
+from flatout.engine.base import DeviceDataset
 from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import Processes, choose_processes, kept_devices, run_on_devices
 from flatout.train import claim
@@ -23,6 +25,7 @@ from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.checkpoint import continued_recipe, restore
 from flatout.train.context import Ended, RunLog, TrainContext
+from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
@@ -43,11 +46,6 @@ from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
-
-if TYPE_CHECKING:
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ def train(request: TrainRequest, console: Console) -> Path:
 def run_on_all_ranks(
     request: TrainRequest,
     console: Console,
-    function: "Callable[[Console, World, TrainRequest], T]",
+    function: Callable[[Console, World, TrainRequest], T],
     *,
     begins: bool = False,
 ) -> T:
@@ -126,7 +124,7 @@ def run_on_all_ranks(
         )
 
 
-def _choose_processes(request: TrainRequest, pack: "Pack") -> tuple[Processes, list[str]]:
+def _choose_processes(request: TrainRequest, pack: Pack) -> tuple[Processes, list[str]]:
     """Return the processes of this host, and sentences about the choice; a resumed run keeps its devices."""
     options, notes = request.options, list[str]()
     spec = options.devices
@@ -153,14 +151,12 @@ def _check_batch(batch: int, ranks: int) -> None:
 # --- What each of them does ------------------------------------------------------------------------------------------
 
 
-def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Path:
+def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path:
     """Train on one rank, and return the run folder. All ranks call this.
 
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    from flatout.train.finish import finish
-
     with set_up(console, world, request) as context:
         # Continue from a checkpoint, or begin with the fitted head
         checkpoint = restore(context)
@@ -189,7 +185,7 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
 
 
 @contextlib.contextmanager
-def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator[TrainContext]":
+def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[TrainContext]:
     """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this.
 
     Raises:
@@ -261,7 +257,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
         write_atomically(context.run_dir / run_files.DEVICES, devices.encode())
 
 
-def place(context: TrainContext, *, only_train: bool = False) -> "Mapping[str, DeviceDataset]":
+def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
     """Return the splits on the devices, with compiled steps."""
     datasets = context.stage.placed if context.stage else {}
     if not datasets:
@@ -310,7 +306,7 @@ def run_epochs(
 
 
 def _train_and_return_callbacks(
-    console: Console, world: "World", request: TrainRequest
+    console: Console, world: World, request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Train on one rank; return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
