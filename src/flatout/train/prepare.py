@@ -258,7 +258,7 @@ def start_engine(
                 + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, "
                 "or other ones, would help more than minutes"
             )
-            recipe = recipe.without_fine_tuning()
+            recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:
             stage.give(engine) if engine else stage.give_to(model)
         return stage, recipe
