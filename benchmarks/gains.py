@@ -17,24 +17,26 @@ from typing import Any
 from about import about
 
 HERE = Path(__file__).resolve().parent
+BATCH = 32
 
 
-def run(data: str, network: str, size: int, mirrored: bool, epochs: int) -> dict[str, Any]:
-    """Train once; return accuracies and seconds."""
+def run(data: str, network: str, size: int, mirrored: bool, epochs: int, images: int) -> dict[str, Any]:
+    """Train once, on a known number of images; return accuracies and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
         settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs}
-        settings |= {"precision": "fp32", "pretrained": "true"}
+        settings |= {"precision": "fp32", "pretrained": "true", "batch_size": BATCH}
         if epochs:
-            from flatout.train.photo_plan import fine_tuning_of
+            from flatout.train.photo_plan import averaging, fine_tuning_of
 
+            settings["ema"] = averaging(epochs * -(-images // BATCH))
             settings["freeze"], settings["norm"], settings["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         subprocess.run(command, check=True, stdout=sys.stderr)
         summary = json.loads((out / "summary.json").read_text())
-    keys = ("valid_accuracy", "test_accuracy", "test_count", "wall_seconds", "kept_epoch")
+    keys = ("train_images", "valid_accuracy", "test_accuracy", "test_count", "wall_seconds", "kept_epoch")
     return {key: summary[key] for key in keys}
 
 
@@ -58,7 +60,10 @@ def main() -> None:
                 row = {"data": name, "network": network, "size": size, "mirrored": mirrored, "epochs": epochs}
                 if any(row.items() <= other.items() for other in found["rows"]):
                     continue
-                found["rows"].append({**row, **run(path, network, size, mirrored, epochs)})
+                images = next(
+                    (old["train_images"] for old in found["rows"] if old["data"] == name and not old["epochs"]), 0
+                )
+                found["rows"].append({**row, **run(path, network, size, mirrored, epochs, images)})
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 

@@ -389,6 +389,7 @@ def _fitted_head(
         "data": _normalisation(plan.backbone, channels),
     }
     if plan.epochs:
+        recipe["ema"] = plan.averaging
         recipe["freeze"], recipe["norm"], recipe["optimizer"]["lr"] = fine_tuning_of(plan.backbone.model)
         if not facts.accelerated:
             # Number formats are not measured: the frozen layers, most of the work, compute in 32 bits.

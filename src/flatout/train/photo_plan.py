@@ -6,10 +6,11 @@ on Caltech 101: `benchmarks/results/gains.json`. Speeds are measured on the devi
 """
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.config.settings import Size, sides
 from flatout.models.build import usable_size
@@ -48,6 +49,9 @@ TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
 # Learning rates of AdamW, of networks with batch norms and of others. On Caltech 101, five epochs of EfficientNet-Lite
 # 0 end at 0.946 with 0.0003 and at 0.958 with 0.001.
 RATE_OF_BATCH_NORM, RATE_OF_OTHERS = 0.001, 0.0003
+# The averaged weights remember all steps, and the fitted head: after 267 steps of EfficientNet-Lite 2 on Caltech 101,
+# validation accuracy is 0.935 with a decay of 0.99, 0.945 with 0.997, 0.947 with 0.998 and 0.944 with 0.999.
+MIN_AVERAGING = 0.99
 
 # Images per second of feature extraction on the devices of the run, by model and image size.
 FeatureRate = Callable[[str, Size], float]
@@ -62,6 +66,7 @@ class PhotoPlan:
         image_size: the size of the images.
         mirrored: whether features of mirrored images are computed, too.
         epochs: epochs of fine-tuning; 0 for none.
+        averaging: the decay of the averaged weights.
         reasons: explanations of the choices, by recipe key.
     """
 
@@ -69,6 +74,7 @@ class PhotoPlan:
     image_size: Size
     mirrored: bool
     epochs: int
+    averaging: float
     reasons: dict[str, str]
 
 
@@ -80,6 +86,10 @@ class _Data:
     training: int
     batch_size: int
     classes: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.training // self.batch_size)
 
     def fixed_seconds(self, cores: int) -> float:
         """Return the seconds besides features and training."""
@@ -106,8 +116,8 @@ class _Choice:
         """Return the expected error, without a unit: errors are only compared."""
         height, width = sides(self.size)
         share = (height * width) ** 0.5 / self.backbone.image_size
-        steps = self.epochs * -(-data.training // data.batch_size)
-        gain = min((gain for most, gain in FINE_TUNING_GAINS if steps >= most), default=1.0)
+        steps = self.epochs * data.steps_per_epoch
+        gain = min((gain for least, gain in FINE_TUNING_GAINS if steps >= least), default=1.0)
         of_network = (100 - self.backbone.top1) ** TOP1_EXPONENT
         return of_network * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
 
@@ -171,11 +181,14 @@ def plan_photos(
     def rate_of(choice: _Choice) -> float:
         return rates.get((choice.backbone.model, choice.size), speed / choice.operations)
 
+    def time_left() -> float:
+        if seconds is None:
+            return USUAL_SECONDS
+        return seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
+
     def best() -> _Choice:
         """Return the best choice that fits at the known speeds, or else the fastest."""
-        left = USUAL_SECONDS
-        if seconds is not None:
-            left = seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
+        left = time_left()
         fitting = [choice for choice in choices if choice.seconds(data, rate_of(choice)) <= left]
         quickest = sorted(choices, key=lambda choice: (choice.seconds(data, rate_of(choice)), choice.error(data)))
         return next(choice for choice in (*fitting, *quickest) if takes(choice.backbone.model, choice.size))
@@ -189,11 +202,18 @@ def plan_photos(
         # Speeds that were not measured are estimated from operation counts.
         speed = rates[place] * chosen.operations
         chosen = best()
+    if chosen.epochs:
+        # More epochs use up the time.
+        known, left = rate_of(chosen), time_left()
+        longer = (replace(chosen, epochs=chosen.epochs + more) for more in itertools.count(1))
+        for choice in itertools.takewhile(lambda choice: choice.seconds(data, known) <= left, longer):
+            chosen = choice
     return PhotoPlan(
         backbone=chosen.backbone,
         image_size=chosen.size,
         mirrored=chosen.mirrored,
         epochs=chosen.epochs,
+        averaging=averaging(chosen.epochs * data.steps_per_epoch),
         reasons=_reasons(chosen, data, seconds, rate_of(chosen) if rates else None, is_only=len(backbones) == 1),
     )
 
@@ -236,6 +256,11 @@ def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
         square = backbone.image_size if share == 1 else STRIDE * round(side / STRIDE)
         found.append(square if ratio == 1 else of_shape(side, ratio))
     return list(dict.fromkeys(found))
+
+
+def averaging(steps: int) -> float:
+    """Return the decay of the averaged weights in a fine-tuning of some steps."""
+    return max(MIN_AVERAGING, round(1 - 1 / max(1, steps), 4))
 
 
 def fine_tuning_of(model: str) -> tuple[str, str, float]:
