@@ -49,7 +49,8 @@ class EpochRecord:
     def to_plain(self) -> dict[str, Any]:
         """Return the line as plain values."""
         fields = dataclasses.asdict(self)
-        return {**fields, **fields.pop("metrics")}
+        metrics = fields.pop("metrics")
+        return {**fields, **metrics}
 
     @classmethod
     def from_plain(cls, line: dict[str, Any]) -> "EpochRecord":
