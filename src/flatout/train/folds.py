@@ -133,7 +133,6 @@ def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], 
             data=request.data,
             options=options,
             module=request.module,
-            fold_of=folder,
         )
         try:
             train_run(console, world, of_fold)

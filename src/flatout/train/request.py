@@ -105,7 +105,6 @@ class TrainRequest:
         options: how to run.
         module: the model, if given in Python.
         run_dir: the run folder, if the process that starts the ranks holds it.
-        fold_of: the folder of the cross-validation, if the run is a fold.
         phase_seconds: the time of finished phases.
         prepared_at: the time when the folder was claimed, by time.time.
     """
@@ -115,6 +114,5 @@ class TrainRequest:
     options: Options
     module: "nn.Module | None" = None
     run_dir: Path | None = None
-    fold_of: Path | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     prepared_at: float = 0.0

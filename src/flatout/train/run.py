@@ -300,8 +300,8 @@ def run_epochs(
     if reason:
         log.note(reason)
     if isinstance(failure, Stopped):
-        folder = shlex.quote(str(context.request.fold_of or context.run_dir))
-        log.console.note(f"continue with: flatout train --resume --out {folder}")
+        folder = context.run_dir.parent if recipe.data.fold else context.run_dir
+        log.console.note(f"continue with: flatout train --resume --out {shlex.quote(str(folder))}")
     return monitor.context, Ended(reason=reason, failure=failure)
 
 
