@@ -14,7 +14,7 @@ from flatout import __version__
 from flatout.cli.commands import COMMANDS, SHELLS
 from flatout.config.jobs import builtin_jobs
 from flatout.config.settings import nearest
-from flatout.train.trackers import TRACKERS
+from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
 
 

@@ -13,16 +13,14 @@ from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
 from flatout.inference.run import Ensemble, Run, load
 from flatout.train import claim
+from flatout.train.callbacks import Callback, callbacks_of
 from flatout.train.request import Options, TrainRequest
-from flatout.train.trackers import callbacks_of
 from flatout.train.user_functions import user_functions
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from flatout.train.callbacks import Callback
 
 _SECTIONS = {
     "optimizer": 'flatout makes it on every device: optimizer="adam", "torch:RAdam" or flatout.Adam(lr=0.001)',
@@ -48,7 +46,7 @@ def fit(
     restarts: int | None = None,
     hang_timeout: float = 300.0,
     minutes: float | None = None,
-    callbacks: "Callback | str | Sequence[Callback | str]" = (),
+    callbacks: Callback | str | Sequence[Callback | str] = (),
     metrics: Any = (),
     transform: Any = (),
     batch_transforms: Any = (),
