@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from flatout.config import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.inference.predict import Prediction
     from flatout.inference.run import Ensemble, Run, load
-    from flatout.train.callbacks import Callback, RunInfo
+    from flatout.train.callbacks import Callback, MLflow, RunInfo, TensorBoard, Trackio, WandB
     from flatout.train.fit import fit
-    from flatout.train.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.utils.errors import InputError, TrainingFailed
 
 __all__ = [
@@ -44,13 +43,7 @@ __all__ = [
 
 
 # Where the public names are, those that load least first.
-_PLACES = (
-    "flatout.utils.errors",
-    "flatout.config",
-    "flatout.train.callbacks",
-    "flatout.train.trackers",
-    "flatout.inference.run",
-)
+_PLACES = ("flatout.utils.errors", "flatout.config", "flatout.train.callbacks", "flatout.inference.run")
 
 
 def __getattr__(name: str) -> Any:

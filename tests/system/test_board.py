@@ -555,7 +555,7 @@ def test_runs_are_compared_and_broken_and_hostile_ones_have_pages(page: Any) -> 
 def test_what_a_run_writes_appears(page: Any, runs: Path) -> None:
     run = write_run(runs / "training", CLASSES, metrics=[epoch_line(1)])
     (run / "summary.json").unlink()
-    (run / ".lock").write_text(f"{os.getpid()}\n")
+    (run / ".lock").write_text("1 1.0 elsewhere/")
     (run / "logs").mkdir()
     page.wait_for_selector('tr[data-id="training"] .is-running')
     page.click('tr[data-id="training"]')

@@ -291,7 +291,7 @@ def test_mlflow_gets_small_calls_and_the_state_at_the_end(
     tracker = flatout.MLflow()
     recipe = flatout.Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
     shown = flatout.RunInfo(path=tmp_path, recipe=recipe, classes=("a",), devices="cpu", parameters=1, epoch=0)
-    monkeypatch.setattr("flatout.train.trackers.MAX_PARAMS", 40)
+    monkeypatch.setattr("flatout.train.callbacks.MAX_PARAMS", 40)
     tracker.on_start(shown)
     tracker.on_end({"stopped": reason})
     assert StrictMlflow.ended == state

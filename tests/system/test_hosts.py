@@ -311,7 +311,7 @@ def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> N
     processes = on_both(hosts, *TRAIN, "--devices", "cpu")
     said = outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
-    assert "data labels (digest)" in said[0]
+    assert "data images and labels" in said[0]
     assert not (hosts[0].folder / "run").exists()
 
 

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 import flatout
 from flatout.cli.main import main
 from flatout.distributed.launch import launch
-from flatout.engine.processes import run_on_devices
+from flatout.engine.factory import run_on_devices
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks
@@ -273,10 +273,10 @@ def test_a_callback_that_hangs_is_noticed(tmp_path: Path) -> None:
 
 
 MARK = "FLATOUT_TEST_RUN"
-# A user's own model. In the tenth training step after the start (seven are an epoch), one rank has a mishap.
-# MISHAP_RANK names one for each attempt.
+# A user's own model. In the tenth training step after the start (seven are an epoch), one rank is killed.
+# KILLED_RANK names one for each attempt.
 MODEL = """
-import os, pathlib, signal, time
+import os, pathlib, signal
 import torch
 
 class Net(torch.nn.Sequential):
@@ -286,11 +286,10 @@ class Net(torch.nn.Sequential):
         # Smaller batches only try the model out.
         self.steps += self.training and len(x) > 50
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        ranks = os.environ.get("MISHAP_RANK", "").split(",")
+        ranks = os.environ.get("KILLED_RANK", "").split(",")
         if self.steps == 10 and ranks[attempt:] and ranks[attempt] == os.environ.get("RANK"):
-            pathlib.Path(os.environ["MISHAP_FILE"]).touch()
-            os.kill(os.getppid() if os.environ["MISHAP"] == "kill launcher" else os.getpid(), signal.SIGKILL)
-            time.sleep(1000)
+            pathlib.Path(os.environ["KILLED_FILE"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 def make(num_classes):
@@ -300,12 +299,12 @@ TRAIN = ("train", "--model", "faulty:make")
 LENGTH = ("--epochs", "3", "--batch-size", "200")
 
 
-def train(folder: Path, mishap: str, rank: str, *options: str, devices: str = "2xcpu") -> tuple[int, str]:
-    """Run until the mishap, and to the end, which comes soon; return the exit code and the standard error."""
+def train(folder: Path, rank: str, *options: str, devices: str = "2xcpu") -> tuple[int, str]:
+    """Run until a rank is killed, and to the end, which comes soon; return the exit code and the standard error."""
     (folder / "faulty.py").write_text(MODEL)
-    file, mark = folder / "mishap", str(folder)
+    file, mark = folder / "killed", str(folder)
     data = ("digits", "--data", str(write_digits(folder / "digits.npz")))
-    variables = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "MISHAP": mishap, "MISHAP_FILE": str(file)}
+    variables = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "KILLED_FILE": str(file)}
     done = subprocess.run(
         [
             *(sys.executable, "-m", "flatout", *TRAIN, *data, *LENGTH),
@@ -313,7 +312,7 @@ def train(folder: Path, mishap: str, rank: str, *options: str, devices: str = "2
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, **variables, "MISHAP_RANK": rank, MARK: mark},
+        env={**os.environ, **variables, "KILLED_RANK": rank, MARK: mark},
         check=False,
     )
     assert file.exists(), done.stderr
@@ -336,16 +335,11 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_the_launcher_of_a_run(tmp_path: Path) -> None:
-    assert train(tmp_path, "kill launcher", "1")[0] == -signal.SIGKILL
-
-
-@pytest.mark.slow
 def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On three ranks, so that two of them wait; on one device afterwards."""
-    code, said = train(tmp_path, "kill", "2", devices="3xcpu")
+    code, said = train(tmp_path, "2", devices="3xcpu")
     assert code == 1
     assert re.search(r"rank 2 \(cpu, process \d+\) was killed by SIGKILL in epoch 2, step 2; the other ranks", said)
     assert re.search(r"The last lines of \S*rank-2\.log:\n", said)
@@ -360,7 +354,7 @@ def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank is lost; both runs have two ranks."""
-    code, said = train(tmp_path, "kill", "0", "--restarts", "1")
+    code, said = train(tmp_path, "0", "--restarts", "1")
     assert code == 0, said
     restarted, whole = tmp_path / "run", tmp_path / "whole"
     assert (restarted / "logs" / "rank-0.log").read_text().count("resumed after epoch") == 1

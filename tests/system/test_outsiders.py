@@ -15,7 +15,7 @@ import pytest
 from flatout.distributed import shared_memory
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World, serve_store
-from flatout.engine.processes import run_on_devices
+from flatout.engine.factory import run_on_devices
 from flatout.utils.console import Console
 from flatout.utils.errors import RankLost
 from tests.system import rank_functions as ranks

@@ -131,7 +131,7 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monk
     ("arguments", "words"),
     [
         (("--devices", "8xtpu"), ("8xtpu: this machine has no TPU", "--devices 8xcpu", "flatout plan")),
-        (("--engine", "torch", "--devices", "tpu"), ("torch_tpu is not installed", "use --engine xla")),
+        (("--engine", "torch", "--devices", "tpu"), ("TPUs need --engine xla",)),
         (("--engine", "xla", "--devices", "mps"), ("XLA supports tpu, cuda, cpu", "--engine torch")),
         (("--engine", "xla", "--devices", "cpu:0,1"), ("CPU devices are not indexed", "2xcpu")),
         (("--engine", "xla", "--devices", "1000xcpu"), ("at most 64 simulated devices",)),
@@ -145,24 +145,6 @@ def test_devices_that_are_not_there(
     said = capsys.readouterr().err
     for word in words:
         assert word in said
-
-
-def test_what_was_never_tested_needs_a_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch_tpu.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["train", "digits", "--engine", "torch", "--devices", "tpu"]) == 2
-    assert "--allow-untested" in capsys.readouterr().err
-
-
-def test_the_flag_goes_past_what_was_never_tested(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLATOUT_ALLOW_UNTESTED", "")
-    assert main(["train", "digits", "--engine", "torch", "--devices", "tpu", "--allow-untested"]) == 2
-    assert os.environ["FLATOUT_ALLOW_UNTESTED"] == "1"
-    assert "torch_tpu is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_wrong_flags_are_refused_before_torch_is_imported_and_the_data_is_looked
         assert line.startswith(message)
 
 
-@pytest.mark.parametrize("key", ["epochs=0", "augment.start_size=32", "optimizer.nesterov=true"])
+@pytest.mark.parametrize("key", ["epochs=0", "optimizer.nesterov=true"])
 def test_settings_that_suit_some_recipe_wait_for_it(key: str) -> None:
     _, is_complete = start_of(None, dict([parse_setting(key)]))
     assert not is_complete

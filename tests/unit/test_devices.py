@@ -96,7 +96,7 @@ def test_spec_of_names() -> None:
         ("0xcpu", "--devices 0xcpu: must be auto, cpu"),
         ("2xauto", "--devices 2xauto: auto chooses the number itself"),
         ("cqu", "--devices cqu: unknown kind of device 'cqu'"),
-        ("tpu", "--devices tpu: torch has no device tpu here"),
+        ("tpu", "--devices tpu: TPUs need --engine xla"),
     ],
 )
 def test_wrong_specs_are_explained(spec: str, message: str, host: Host) -> None:

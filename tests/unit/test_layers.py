@@ -117,7 +117,7 @@ def test_a_library_is_used_in_its_folders_alone(library: str) -> None:
 
 def test_the_engine_does_not_start_processes() -> None:
     for path in (*files("engine/torch"), *files("engine/xla")):
-        assert not own_imports(path) & {"flatout.distributed.launch", "flatout.engine.processes"}, path
+        assert not own_imports(path) & {"flatout.distributed.launch", "flatout.engine.factory"}, path
 
 
 def test_the_loop_knows_no_device() -> None:

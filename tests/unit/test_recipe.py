@@ -128,7 +128,6 @@ WRONG = [
     ({"image_size": [0, 4]}, "image_size = (0, 4): must be at least 1 and at most 8192"),
     ({"image_size": [1, 2, 3]}, "image_size = [1, 2, 3]: must be a whole number of pixels, or [height, width]"),
     ({"image_size": "96x160"}, "image_size = '96x160': must be a whole number of pixels, or [height, width]"),
-    ({"image_size": [24, 40], "augment.start_size": 32}, "start_size = 32: must be at most image_size ([24, 40])"),
     ({"image_size": [24, 40], "data.stored_size": [40, 32]}, "stored_size = (40, 32): must be at least [24, 40], the"),
 ]
 

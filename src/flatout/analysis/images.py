@@ -304,7 +304,6 @@ def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs:
     The recipe has a mean and a standard deviation; sample i is the i-th training image.
     """
     import torch
-    from torch.nn.functional import interpolate
 
     mean, std = (torch.tensor(values) for values in (recipe.data.mean, recipe.data.std))
     start, stop = source.splits["train"]
@@ -325,8 +324,6 @@ def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs:
             others, kept = stored(source, (chosen + start).tolist(), recipe)
             if len(kept) == len(indices):
                 batch = augment.mix(batch, apply(others, tables, chosen), torch.from_numpy(mix[indices - start]))
-        if (size := augment.training_size(recipe, epoch)) != recipe.image_sides:
-            batch = interpolate(interpolate(batch, size=size, mode="area"), size=recipe.image_sides)
         views.append((batch.permute(0, 2, 3, 1) * std + mean).numpy())
     shown = np.stack(views, axis=1) * (1.0 if images.itemsize == 1 else 65535 / max(1, int(images.max(initial=0))))
     return visible((shown * 255).round().clip(0, 255).astype(np.uint8))

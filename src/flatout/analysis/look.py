@@ -30,7 +30,7 @@ from flatout.data.source import DataSource, ImageDataset, describe
 from flatout.engine import pixels
 from flatout.report.html import framed, page, write_page
 from flatout.tasks import with_task
-from flatout.train.fit_arguments import join_data, recipe_changes
+from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve
 from flatout.utils import style
 from flatout.utils.console import Console, in_notebook

@@ -3,7 +3,6 @@
 They are registered in the order of the help text.
 """
 
-import os
 import shlex
 import time
 from argparse import Namespace
@@ -54,11 +53,8 @@ def command(operands: str, flags: str, example: str, **changes: dict[str, Any]) 
 
 def engine_of(args: Namespace) -> str:
     """Return the engine that the flags choose."""
-    from flatout.engine.devices import UNTESTED, engine_for
+    from flatout.engine.devices import engine_for
 
-    if args.allow_untested:
-        # Child processes inherit it.
-        os.environ[UNTESTED] = "1"
     return engine_for(args.devices, args.engine)
 
 
@@ -89,7 +85,7 @@ def size_of(text: str, flag: str = "--size") -> Size:
 @command(
     "[JOB]",
     "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
-    " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
+    " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts --hang-timeout",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
@@ -103,7 +99,7 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.train import claim
     from flatout.train.recipes import resolve, start_of
     from flatout.train.request import Options, TrainRequest, check
-    from flatout.train.trackers import callbacks_of
+    from flatout.train.callbacks import callbacks_of
 
     engine = engine_of(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
@@ -169,7 +165,7 @@ def _job_to_resume(args: Namespace) -> str | Path:
 
 @command(
     "[JOB]",
-    "--data --model --batch-size --seed --set --weights --pretrained --devices --engine --allow-untested --out --json",
+    "--data --model --batch-size --seed --set --weights --pretrained --devices --engine --out --json",
     "lr fashion-mnist --data data/ --batch-size 512",
 )
 def do_lr(args: Namespace, console: Console) -> Output:
@@ -202,7 +198,7 @@ def _train_command(args: Namespace, lr: float) -> str:
 
 @command(
     "JOB",
-    "--data --model --batch-size --seed --set --devices --engine --allow-untested --json",
+    "--data --model --batch-size --seed --set --devices --engine --json",
     "bench fashion-mnist --devices cpu",
 )
 def do_bench(args: Namespace, console: Console) -> Output:
@@ -280,7 +276,7 @@ def do_plan(args: Namespace, console: Console) -> Output:
 
 @command(
     "RUN [DATA]",
-    "--run --data --tta --devices --engine --allow-untested --allow-code --json",
+    "--run --data --tta --devices --engine --allow-code --json",
     "evaluate runs/first new-photos/",
     data={"help": "other data; default: the run's own"},
 )
@@ -409,7 +405,7 @@ def _folder(run: Path | str) -> Path:
 
 @command(
     "DATA",
-    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine --allow-untested"
+    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine"
     " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},

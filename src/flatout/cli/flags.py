@@ -14,7 +14,7 @@ from flatout import __version__
 from flatout.cli.commands import COMMANDS, SHELLS
 from flatout.config.jobs import builtin_jobs
 from flatout.config.settings import nearest
-from flatout.train.trackers import TRACKERS
+from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
 
 
@@ -58,7 +58,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--no-cache": {"action": "store_true", "help": "do not keep the decoded images for the next run"},
     "--devices": {"default": "auto", "metavar": "SPEC", "help": "auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"},
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},
-    "--allow-untested": {"action": "store_true", "help": "let --engine torch use torch_tpu, which is untested"},
     "--allow-code": {"action": "store_true", "help": "import the run's package.module:factory model"},
     "--port": {"type": int, "metavar": "N", "help": "the port, or the next free one (8420)"},
     "--clear": {"action": "store_true", "help": "remove all that is not in use"},

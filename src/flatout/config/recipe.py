@@ -21,6 +21,7 @@ Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
 # Keys of earlier versions: the neutral value, and the replacement of others.
 REMOVED = {
     "data.decode": ("before", "images are decoded before training"),
+    "augment.start_size": (0, "all epochs train on images of image_size"),
     "exact_sums": (False, "weights on several devices agree up to floating-point summation order"),
 }
 # Keys that survive a change of the optimizer's name.
@@ -132,13 +133,10 @@ class Recipe(Checked):
             f"must be at least {shown(collapse_size(largest))}, the largest of image_size and data.eval_size, or 0 "
         )
         larger += "for that"
-        smaller = f"must be at most image_size ({shown(self.image_size)})"
-        is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))
         of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
         of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)
         is_picture = self.channels in (1, 3) and self.data.bits != 16
         self.augment._require(
-            (is_smaller, "start_size", smaller),
             (is_picture or self.augment.policy == "none", "policy", of_pictures),
         )
         self.data._require(
@@ -188,15 +186,9 @@ class Recipe(Checked):
         return sides(self.data.eval_size or self.image_size)
 
     @property
-    def start_sides(self) -> tuple[int, int]:
-        """Height and width of the training images in the first epoch."""
-        return sides(self.augment.start_size or self.image_size)
-
-    @property
     def is_cacheable(self) -> bool:
         """Whether the output of frozen layers can be cached for training and evaluation."""
-        sizes = {self.image_sides, self.eval_sides, self.start_sides}
-        return self.augment.is_finite and len(sizes) == 1
+        return self.augment.is_finite and self.image_sides == self.eval_sides
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.

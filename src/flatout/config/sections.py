@@ -187,7 +187,6 @@ class Augment(Checked):
         mixup: the parameter of the Beta distribution by which images are mixed with others.
         cutmix: the same for pasted rectangles; with `mixup`, each applies to half of the images.
         views: the number of augmented versions of each image, which repeat after as many epochs. 0: no limit.
-        start_size: of the training images in the first epoch, from which they grow to `image_size`.
     """
 
     section = "augment."
@@ -203,7 +202,6 @@ class Augment(Checked):
     mixup: Annotated[float, "[0, inf)"] = 0.0
     cutmix: Annotated[float, "[0, inf)"] = 0.0
     views: Annotated[int, "[0, inf)"] = 0
-    start_size: SizeOrZero = 0
 
     @property
     def is_affine(self) -> bool:

@@ -29,7 +29,7 @@ from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, 
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
-
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 _LOOK_SECONDS = 0.1
 # Time after which torch's agent kills ranks that are still running after another has failed.
@@ -38,7 +38,7 @@ _KILL_SECONDS = 30.0
 _REASON_SECONDS = 3.0
 # Maximum time between the ends of hosts.
 _EXIT_SECONDS = 60.0
-# Bytes for the stack trace of a rank that hung or crashed.
+# Lines of the log of a rank that hung or crashed.
 _TAIL_LINES = 30
 _HUNG = re.compile(r"^Timeout \((\d+:\d\d:\d\d)", re.MULTILINE)
 
@@ -53,7 +53,7 @@ def launch(
     hosts: Hosts | None = None,
     restarts: int = 0,
 ) -> Any:
-    """Call function(console, *args) in one new process for each device name; see `flatout.engine.processes`."""
+    """Call function(console, *args) in one new process for each device name; see `engine.factory.run_on_devices`."""
     import cloudpickle
 
     try:
@@ -261,7 +261,7 @@ class _Launch:
                 self._console.replay(self._line)
                 self._line = ""
 
-    def _handle_signals(self, agent: Any) -> None:
+    def _handle_signals(self, agent: "LocalElasticAgent") -> None:
         """Forward the user's signal once all ranks are ready; they stop after the same step."""
         if not self._signals.number:
             return
@@ -281,7 +281,7 @@ class _Launch:
 
     # --- how an attempt ended -------------------------------------------------------------------------------------
 
-    def _ended_ranks(self, agent: Any, result: "RunResult") -> list[_EndedRank]:
+    def _ended_ranks(self, agent: "LocalElasticAgent", result: "RunResult") -> list[_EndedRank]:
         ended = []
         for worker in agent.get_worker_group().workers:
             failure, outcome = result.failures.get(worker.global_rank), {}
@@ -370,5 +370,5 @@ class _Launch:
         return _End(error=error, reason=reason, may_restart=not self._signals.number)
 
 
-def _pids(agent: Any) -> list[int]:
+def _pids(agent: "LocalElasticAgent") -> list[int]:
     return [worker.id for worker in agent.get_worker_group().workers if worker.id]

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,7 @@ class Bucket:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.input = torch.zeros(size, dtype=dtype, device=device)
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def start(self) -> None:
         """Start the sum; the input is complete."""
@@ -156,6 +156,7 @@ class Bucket:
 
     def finish(self) -> torch.Tensor:
         """Wait for the sum, [n]; it is valid until the next `start` but one."""
+        assert self._work is not None
         self._work.wait()
         self._work = None
         return self.input

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
 from flatout.distributed.rank import PeerSilent, current_watch
@@ -137,13 +137,19 @@ class World:
         watch: ends this rank when it hangs.
         timeout: the seconds for which a collective of tensors waits for the other ranks.
         seconds: time spent in sums, including the wait for other ranks.
+
+    Args:
+        launched: the rank of this process; None if it is alone.
+        local_size: the processes that share this host, if it is alone.
     """
 
-    def __init__(self, launched: Launched | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, launched: Launched | None = None, device: torch.device | None = None, *, local_size: int = 1
+    ) -> None:
         self.rank = launched.rank if launched else 0
         self.size = launched.size if launched else 1
         self.local_rank = launched.local_rank if launched else 0
-        self.local_size = launched.local_size if launched else 1
+        self.local_size = launched.local_size if launched else local_size
         self.device = device or torch.device("cpu")
         self.backend = ""
         self.is_joined = False
@@ -152,7 +158,7 @@ class World:
         self.watch = current_watch()
         self.control = Control(self)
         self._memory: SharedMemory | None = None
-        self._objects: Any = None
+        self._objects: dist.ProcessGroup | None = None
         self._owns_group = False
 
     @property
@@ -316,7 +322,7 @@ class World:
 ALONE = World()
 
 
-def _open_store(launched: Launched) -> Any:
+def _open_store(launched: Launched) -> Store:
     """Return the store of the ranks; without one of a launcher, rank 0 serves it."""
     if STORE in os.environ:
         return FileStore(os.environ[STORE], launched.size)
@@ -331,7 +337,7 @@ def _open_store(launched: Launched) -> Any:
         return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
 
 
-def serve_store(address: str, port: int) -> Any:
+def serve_store(address: str, port: int) -> TCPStore:
     """Return a TCPStore that listens on one address; torch's own would listen on all. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:

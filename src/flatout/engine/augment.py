@@ -51,8 +51,6 @@ TWO_PIXELS_FROM = 64
 # Images from this size on are photos, which are not shifted, and have these views if they are flipped.
 PHOTO_FROM = 96
 MIRRORED = ((0, False), (0, True))
-# Progressive resizing grows in multiples of this many pixels, for images below the second number of fewer.
-SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
@@ -347,24 +345,6 @@ def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":
     histograms = empty.scatter_add(2, levels_BCP, empty.new_ones(()).expand(levels_BCP.shape))
     darker_BCP = (histograms.cumsum(2) - histograms).gather(2, levels_BCP)
     return darker_BCP.unflatten(2, levels_BHWC.shape[1:3]).permute(0, 2, 3, 1)
-
-
-def training_size(recipe: Recipe, epoch: int) -> tuple[int, int]:
-    """Return the height and width of the training images in an epoch.
-
-    They grow over the first three quarters of the epochs, and have the full size in the last. The side that grows most
-    grows in equal steps, and the other in proportion.
-    """
-    full, start = recipe.image_sides, recipe.start_sides
-    size, begin = max(zip(full, start, strict=True), key=lambda side: side[0] - side[1])
-    step = SIZE_STEP if size >= SMALL_SIZE else SMALL_SIZE_STEP
-    growths = -(-(size - begin) // step)
-    quarters = min(3 * recipe.epochs, 4 * (recipe.epochs - 1))
-    if 4 * epoch >= quarters or size == begin:
-        return full
-    grown = min(size - begin, step * (4 * epoch * growths // quarters))
-    first, second = (low + round(grown * (high - low) / (size - begin)) for high, low in zip(full, start, strict=True))
-    return first, second
 
 
 def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:

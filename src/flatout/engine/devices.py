@@ -3,9 +3,6 @@
 No other module interprets device names.
 """
 
-import importlib
-import importlib.util
-import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,8 +16,6 @@ from flatout.utils.host import processor_name, usable_cores
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
-# The package that provides torch's device `tpu`, and the variable that enables this untested combination.
-TORCH_TPU, UNTESTED = "torch_tpu", "FLATOUT_ALLOW_UNTESTED"
 # The kinds of devices that the XLA engine supports.
 XLA_KINDS = ("tpu", "cuda", "cpu")
 # More processes or simulated devices are a typing error that would overload the machine.
@@ -153,7 +148,7 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
         chosen = tuple(map(int, indices.split(","))) if indices else tuple(range(count))
         return Devices(kind=kind, indices=chosen, engine=engine)
     if kind == "tpu":
-        _import_torch_tpu(wrong)
+        raise wrong("TPUs need --engine xla")
     found = available()
     if kind == "auto":
         kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
@@ -165,15 +160,6 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
         most = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
         raise wrong(f"{most}; this host has: {here}")
     return Devices(kind=kind, indices=chosen)
-
-
-def _import_torch_tpu(wrong: Callable[[str], InputError]) -> None:
-    """Import torch's device `tpu`, if its package is installed and the user has enabled it."""
-    if importlib.util.find_spec(TORCH_TPU) is None:
-        raise wrong(f"torch has no device tpu here ({TORCH_TPU} is not installed): use --engine xla")
-    if not os.environ.get(UNTESTED):
-        raise wrong(f"the torch engine is untested on {TORCH_TPU}; use --engine xla, or try it with --allow-untested")
-    importlib.import_module(TORCH_TPU)
 
 
 def _xla_devices(kind: str, count: int, wrong: Callable[[str], InputError]) -> tuple[str, int]:

@@ -1,15 +1,17 @@
-"""Create an engine for devices, and choose the numbers of processes and threads."""
+"""From devices to engines: choose the processes, run a function on all ranks, and create an engine on each."""
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe
-from flatout.distributed.environment import HANG_TIMEOUT, launched
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
+from flatout.distributed.launch import launch
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, parse_devices
+from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, usable_cores
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.distributed.world import World
+    from flatout.models.heads import Head
+    from flatout.tasks.base import Task
 
 # Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
 LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
@@ -74,14 +78,11 @@ def choose_processes(
     devices = parse_devices(spec, engine)
     if engine == "xla":
         return Processes(devices=devices, threads=physical_cores())
-    if spec == "auto" and devices.kind == "cpu" and not recipe.epochs:
-        # Nothing is trained; ONNX Runtime uses all cores.
-        return Processes(devices=devices, threads=cpu_threads())
-    asked, threads, cores = len(devices.indices), cpu_threads(len(devices.indices)), physical_cores()
+    asked = len(devices.indices)
     if spec != "auto":
         too_many = devices.kind == "cpu" and asked > usable_cores()
         reason = f"--devices {spec}: {asked} processes on {usable_cores()} cores are slower than one per core"
-        return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
+        return Processes(devices=devices, threads=cpu_threads(asked), reason=reason if too_many else "")
     batch = min(recipe.batch_size, images)
     if devices.kind == "cuda" and asked > 1:
         count, why = _most_ranks(devices, batch), ""
@@ -91,29 +92,39 @@ def choose_processes(
             count, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
         chosen = Devices(kind="cuda", indices=devices.indices[:count])
         return Processes(devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: using {chosen}{why}")
-    if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
-        return Processes(devices=devices, threads=threads)
+    # If nothing is trained, ONNX Runtime uses all cores.
+    if devices.kind != "cpu" or not recipe.epochs or _most_ranks(devices, batch) == 1:
+        return Processes(devices=devices, threads=cpu_threads())
+    return _threads_or_processes(devices, build(), recipe, images, seconds)
+
+
+def _threads_or_processes(
+    devices: Devices, model: "nn.Module", recipe: Recipe, images: int, seconds: float | None
+) -> Processes:
+    from flatout.engine.torch.accelerator import cpu_threads
     from flatout.engine.torch.measure import seconds_per_image
 
-    model = build()
+    cores, threads = physical_cores(), cpu_threads()
     by_threads = seconds_per_image(model, recipe) * images * recipe.epochs
     # A job shorter than the start of processes needs no second measurement.
     by_processes = math.inf
     if by_threads >= LAUNCH_SECONDS or seconds is not None:
         by_processes = seconds_per_image(model, recipe, ranks=cores) / cores * images * recipe.epochs
+    about = ""
     if seconds is None:
         by_processes += LAUNCH_SECONDS
-        about = f" ({_about(min(by_threads, by_processes))})"
+        needed = min(by_threads, by_processes)
+        about = f" (about {needed:.0f} s)" if needed < 100 else f" (about {needed / 60:.0f} min)"
     else:
         # The start of processes takes its share of the budget.
         by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
-        about = ""
     if by_processes < by_threads:
         devices = Devices(kind="cpu", indices=tuple(range(cores)))
         reason = f"--devices auto: using {cores} processes, one per core{about}"
         return Processes(devices=devices, threads=1, reason=reason)
-    reason = f"--devices auto: using 1 process with {threads} threads{about}"
-    return Processes(devices=devices, threads=threads, reason=reason)
+    return Processes(
+        devices=devices, threads=threads, reason=f"--devices auto: using 1 process with {threads} threads{about}"
+    )
 
 
 def _seconds_on_gpu(model: "nn.Module", recipe: Recipe, images: int) -> float:
@@ -185,28 +196,55 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
     return Speeds(training=training, features=features)
 
 
-def _about(seconds: float) -> str:
-    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
+def run_on_devices(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    spec: str,
+    engine: str,
+    console: Console,
+    hosts: Hosts | None = None,
+    restarts: int | None = None,
+    hang_timeout: float = HANG_TIMEOUT,
+    threads: int | None = None,
+) -> Any:
+    """Call function(console, world, *args) on every rank, with a joined world; return the first rank's result.
 
-
-def local_device(spec: str, local_rank: int, local_size: int) -> str:
-    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here.
+    Args:
+        function, args: they may be defined in `__main__`, such as a notebook.
+        spec, engine: the devices of this host, and their engine.
+        console: shows the output of rank 0's console.
+        hosts: the hosts of the run; each calls this. Default: this host only.
+        restarts: how often the ranks are restarted after losing one. Default: as often as hosts may be lost.
+        hang_timeout: seconds without progress after which one of several ranks is ended.
+        threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
 
     Raises:
-        InputError: the number of devices in the SPEC differs from the number of ranks.
+        InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
+        InputError: an argument cannot be pickled; the hosts did not meet.
+        TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
+            has the last lines of its log.
     """
-    devices = parse_devices(spec)
-    count = len(devices.indices)
-    if spec == "auto":
-        # If there are more ranks than GPUs, several share one; without GPUs, all use the CPU.
-        return devices.names[local_rank % count]
-    if count == local_size:
-        return devices.names[local_rank]
-    if count == 1 and devices.kind == "cpu":
-        return "cpu"
-    if count == 1 and ":" not in spec:
-        return parse_devices(f"{local_size}x{devices.kind}").names[local_rank]
-    raise InputError(f"--devices {spec}: names {count} devices, but the launcher started {local_size} ranks here")
+    from flatout.engine.torch.accelerator import cpu_threads
+
+    call, hosts = (spec, engine, hang_timeout, function, args), hosts or Hosts()
+    restarts = hosts.most - hosts.least if restarts is None else restarts
+    names = parse_devices(spec, engine).ranks.names
+    if launched() is not None or (len(names) == hosts.most == 1 and restarts == 0):
+        return _join_and_call(console, *call)
+    threads = threads or cpu_threads(len(names))
+    return launch(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
+
+
+def _join_and_call(
+    console: Console, spec: str, engine: str, hang_timeout: float, function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    world = join(spec, engine, hang_timeout)
+    result = function(console, world, *args)
+    # All hosts end together, so that none mistakes another's end for a failure.
+    world.barrier()
+    world.leave()
+    return result
 
 
 def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
@@ -224,27 +262,37 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
     from flatout.distributed.world import World
 
     found = launched()
-    if found is not None and found.size == 1:
-        found = None
-    if engine == "xla":
-        if found is None:
-            return World()
-        if found.local_size > 1:
-            raise InputError(
-                f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
-                "here; start one for each host"
-            )
-        world = World(found, torch.device("cpu"))
-        world.join(found, hang_timeout=hang_timeout)
-        return world
-    if found is None:
-        return World(device=torch.device(parse_devices(spec).names[0]))
-    names = [local_device(spec, rank, found.local_size) for rank in range(found.local_size)]
+    if found is None or found.size == 1:
+        return World(device=torch.device("cpu" if engine == "xla" else parse_devices(spec).names[0]))
+    if engine == "xla" and found.local_size > 1:
+        raise InputError(
+            f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
+            "here; start one for each host"
+        )
+    ranks = range(found.local_size)
+    names = ["cpu"] if engine == "xla" else [local_device(spec, rank, found.local_size) for rank in ranks]
     device = torch.device(names[found.local_rank])
     world = World(found, device)
     shares_gpu = device.type == "cuda" and len(set(names)) < len(names)
     world.join(found, shares_gpu=shares_gpu, hang_timeout=hang_timeout)
     return world
+
+
+def local_device(spec: str, local_rank: int, local_size: int) -> str:
+    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here.
+
+    Raises:
+        InputError: the number of devices in the SPEC differs from the number of ranks.
+    """
+    devices = parse_devices(spec)
+    if spec != "auto" and len(devices.indices) == 1 and ":" not in spec:
+        devices = parse_devices(f"{local_size}x{devices.kind}")
+    # With `auto` and more ranks than GPUs, several share one; without GPUs, all use the CPU.
+    if spec != "auto" and len(devices.indices) != local_size:
+        raise InputError(
+            f"--devices {spec}: names {len(devices.indices)} devices, but the launcher started {local_size} ranks here"
+        )
+    return devices.names[local_rank % len(devices.names)]
 
 
 def precisions(engine: str, world: "World") -> list[str]:
@@ -261,8 +309,10 @@ def make_engine(
     engine: str,
     devices: str,
     world: "World",
+    task: "Task | None" = None,
     class_weights: "np.ndarray | None" = None,
     report: Callable[[str], None],
+    head: "Head | None" = None,
     **options: Any,
 ) -> Engine:
     """Return an engine that trains `model` on the devices of all ranks.
@@ -270,24 +320,27 @@ def make_engine(
     Args:
         model: rank 0's has the initial weights.
         devices: the SPEC; a rank that has joined a world uses that world's device.
+        task: the recipe's task with metrics of the user; None for the plain one.
         class_weights: float32 [classes], or None.
-        **options: for the torch engine; `head` also for the XLA engine.
+        head: the head whose input is computed, if that is all; see `DeviceDataset.features`.
+        **options: for the torch engine.
 
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
     """
-    if engine == "xla":
-        from flatout.engine.xla.devices import find, find_on_all_hosts
+    if engine == "torch":
+        from flatout.engine.torch.engine import TorchEngine
 
-        chosen = parse_devices(devices, engine)
-        kind, indices = chosen.kind, chosen.indices
-        found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
-        from flatout.engine.xla.engine import XlaEngine
-
-        shared = {key: value for key, value in options.items() if key == "head"}
-        return XlaEngine(
-            model, recipe, devices=found, world=world, class_weights=class_weights, report=report, **shared
+        return TorchEngine(
+            model, recipe, world=world, task=task, class_weights=class_weights, report=report, head=head, **options
         )
-    from flatout.engine.torch.engine import TorchEngine
+    from flatout.engine.xla.devices import find, find_on_all_hosts
 
-    return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)
+    chosen = parse_devices(devices, engine)
+    kind, indices = chosen.kind, chosen.indices
+    found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
+    from flatout.engine.xla.engine import XlaEngine
+
+    return XlaEngine(
+        model, recipe, devices=found, world=world, task=task, class_weights=class_weights, report=report, head=head
+    )

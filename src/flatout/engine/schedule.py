@@ -8,8 +8,6 @@ from flatout.config import Recipe
 # Warm-up epochs for a large batch (Goyal et al., section 5.1: 5 of 90), and their largest fraction of a run.
 LARGE_BATCH_WARMUP_EPOCHS = 5
 LARGE_BATCH_WARMUP_SHARE = 0.1
-# From this factor on, a note reports that a longer run has raised the learning rate.
-RATE_JUMP = 1.5
 
 
 def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses: Sequence[float] = ()) -> float:
@@ -69,16 +67,6 @@ def describe_scaling(recipe: Recipe) -> str:
     if start and recipe.schedule.name != "one-cycle":
         sentence += f"; warm-up from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     return sentence
-
-
-def describe_jump(before: Recipe, now: Recipe, step: int, steps_per_epoch: int) -> str:
-    """Return a warning if a change of length at a step raises the learning rate much; else ""."""
-    if now.schedule.name not in ("cosine", "one-cycle"):
-        return ""
-    old, new = learning_rate(before, step - 1, steps_per_epoch), learning_rate(now, step, steps_per_epoch)
-    if new <= RATE_JUMP * old:
-        return ""
-    return f"the learning rate rises from {old:.2g} to {new:.2g}: {now.schedule.name} now has {now.epochs} epochs"
 
 
 def plateau_reductions(losses: Sequence[float], patience: int, threshold: float) -> int:

@@ -35,7 +35,7 @@ def evaluate(
     """See `Run.evaluate`. Several devices have one process each, as in training."""
     from flatout.distributed.environment import launched
     from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.processes import run_on_devices
+    from flatout.engine.factory import run_on_devices
 
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:

@@ -139,8 +139,6 @@ def build_model(
         ensure_logits(model, name, recipe, num_outputs, report)
     if recipe.eval_sides != recipe.image_sides:
         check_size(model, name, recipe, num_outputs, recipe.data.eval_size, "data.eval_size")
-    if recipe.augment.start_size:
-        check_size(model, name, recipe, num_outputs, recipe.augment.start_size, "augment.start_size")
     freeze(model, recipe.freeze)
     set_dropout(model, recipe.dropout)
     return model

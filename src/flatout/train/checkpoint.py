@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
 from flatout.distributed.environment import restart_count
-from flatout.engine.schedule import describe_jump
 from flatout.models.weights import read_weights, save_tensors
 from flatout.train.progress import Progress, from_plain, to_plain
 from flatout.train.request import TrainRequest
@@ -17,6 +16,7 @@ from flatout.utils import run_files
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
+    from flatout.data.pack import Pack
     from flatout.distributed.world import World
     from flatout.train.context import TrainContext
 
@@ -32,7 +32,7 @@ class Checkpoint:
         best: the state of `progress.best`; empty if there is none.
         progress: the loop's position and results.
         recipe: the recipe of the run.
-        data: facts of the data (see `consistency.data_facts`); empty in old checkpoints.
+        data: see `data_facts`.
     """
 
     state: dict[str, Any]
@@ -74,8 +74,6 @@ class Checkpoint:
         check_same(self.recipe, recipe)
         if recipe.epochs < self.progress.epoch:
             raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
-        if not self.data:
-            return
         if self.data["classes"] != data["classes"]:
             raise InputError(
                 f"--resume: the run was trained on the classes {', '.join(self.data['classes'])}, but the data has "
@@ -94,6 +92,12 @@ def check_same(before: Recipe, now: Recipe) -> None:
                 f"--resume: the run has {key} = {flat[key]!r}; {key} = {value!r} needs a new run. "
                 f"Only {', '.join(FREE_KEYS)} can change"
             )
+
+
+def data_facts(pack: "Pack") -> dict[str, Any]:
+    """Return facts that identify the data: classes, split sizes, and a digest of images and labels."""
+    splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
+    return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
 
 
 def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0) -> Checkpoint | None:
@@ -168,13 +172,6 @@ def restore(context: "TrainContext") -> Checkpoint | None:
     return newest
 
 
-def note_jump(context: "TrainContext", progress: Progress, before: Recipe) -> None:
-    """Note that the learning rate jumps if a run continues with another schedule than `before`."""
-    steps = context.steps_per_epoch
-    if jump := describe_jump(before, context.recipe, progress.position(steps), steps):
-        context.log.note(jump)
-
-
 def _is_continued(request: TrainRequest) -> bool:
     """Whether the run continues from a checkpoint, if there is one."""
     return request.options.resume or restart_count() > 0
@@ -194,7 +191,7 @@ def _read(path: Path) -> Checkpoint:
             best=best,
             progress=from_plain(json.loads(metadata["progress"])),
             recipe=of_run(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
-            data=json.loads(metadata.get("data", "{}")),
+            data=json.loads(metadata["data"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is not a checkpoint of flatout ({type(error).__name__}: {error})") from None

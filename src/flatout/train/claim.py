@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from flatout.config import Recipe
 from flatout.distributed.environment import launched
 from flatout.train.request import Options
@@ -92,42 +94,30 @@ class Holder:
 
     Attributes:
         process: its PID.
-        started: its start in seconds since 1970; 0 in files of earlier versions.
-        place: its host and container; empty in files of earlier versions.
+        started: its start in seconds since 1970.
+        place: its host and container.
     """
 
     process: int
-    started: float = 0.0
-    place: str = ""
-
-    @classmethod
-    def of_this_process(cls) -> "Holder":
-        """Return this process."""
-        import psutil
-
-        return cls(process=os.getpid(), started=psutil.Process().create_time(), place=process_place())
+    started: float
+    place: str
 
     def is_alive(self) -> bool | None:
-        """Whether the process is alive; None if it is, or may be, on another host."""
-        import psutil
-
-        if self.place and self.place != process_place():
+        """Whether the process is alive; None if it is on another host."""
+        if self.place != process_place():
             return None
         try:
             found = psutil.Process(self.process)
-            is_same = not self.started or abs(found.create_time() - self.started) < _CLOCK_SECONDS
-            is_alive = is_same and found.status() != psutil.STATUS_ZOMBIE
+            return abs(found.create_time() - self.started) < _CLOCK_SECONDS and found.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            is_alive = False
-        return is_alive if self.place else is_alive or None
+            return False
 
 
 def holder(folder: Path) -> Holder | None:
     """Return the process that uses a run folder, or None."""
     try:
-        words = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
-        process, started, place = (*words, 0, "")[:3]
-        return Holder(process=int(process), started=float(started), place=str(place))
+        process, started, place = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
+        return Holder(process=int(process), started=float(started), place=place)
     except (OSError, ValueError):
         return None
 
@@ -178,16 +168,14 @@ def _make(out: Path | None, job: str) -> Path:
     if out:
         out.mkdir(parents=True, exist_ok=True)
         return out
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    number = 1
+    name = f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = Path("runs") / name, 1
     while True:
-        folder = Path("runs") / (f"{job}-{stamp}" if number == 1 else f"{job}-{stamp}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
             return folder
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
 
 
 @contextlib.contextmanager
@@ -210,8 +198,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     break
         file.truncate(0)
-        own = Holder.of_this_process()
-        file.write(f"{own.process} {own.started} {own.place}\n")
+        file.write(f"{os.getpid()} {psutil.Process().create_time()} {process_place()}\n")
         file.flush()
         try:
             yield

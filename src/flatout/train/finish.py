@@ -6,30 +6,33 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flatout import __version__
+from flatout.config import Recipe
 from flatout.config.settings import collapse_size
 from flatout.data.labels import count_classes
+from flatout.data.pack import Pack
 from flatout.distributed.world import Flag
 from flatout.engine.augment import tta_views
+from flatout.engine.base import Evaluation
+from flatout.engine.devices import machine
 from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
+from flatout.models.weights import save_tensors
 from flatout.report.stages import stages
+from flatout.report.verdict import verdict
 from flatout.tasks import describe_metrics
+from flatout.tasks.base import Task
 from flatout.train.context import Ended, TrainContext
+from flatout.train.head_stage import HeadStage
 from flatout.train.progress import Progress
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
-
-if TYPE_CHECKING:
-    from flatout.engine.base import Evaluation
-    from flatout.tasks.base import Task
-    from flatout.train.head_stage import HeadStage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +45,7 @@ class _Results:
         shown: the split whose predictions are saved and shown; None without held-out images.
     """
 
-    evaluations: "dict[str, Evaluation]"
+    evaluations: dict[str, Evaluation]
     known: FeatureStats | None
     shown: str | None
 
@@ -63,7 +66,7 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     return ended
 
 
-def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
+def _kept_head(context: TrainContext, progress: Progress) -> HeadStage | None:
     """Return the fitted head, unless fine-tuning has improved on it."""
     is_best = progress.best and not progress.best_epoch
     return context.stage if not progress.history or is_best else None
@@ -171,7 +174,6 @@ def _write(
 
 def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
     from flatout.report.page import draw_all
-    from flatout.report.verdict import verdict
 
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
@@ -191,9 +193,7 @@ def _memory(context: TrainContext) -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: Calibration | None) -> None:
-    from flatout.models.weights import save_tensors
-
+def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, found: Calibration | None) -> None:
     recipe = context.recipe
     # Averaged weights replace the last ones.
     tensors = {
@@ -226,11 +226,9 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", f
 
 
 def _summary(
-    context: TrainContext, progress: Progress, results: "dict[str, Evaluation]", ended: Ended
+    context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended
 ) -> dict[str, Any]:
     """Return the content of summary.json; `results` include thresholds and temperature."""
-    from flatout.engine.devices import machine
-
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
     record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
@@ -246,35 +244,24 @@ def _summary(
         if name in results:
             found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
         figures |= {f"{name}_{key}": value for key, value in found.items()}
-    class_counts = {
-        f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in context.splits.items()
-    }
+    for name, samples in context.splits.items():
+        figures[f"{name}_images"] = len(samples)
+        figures[f"{name}_class_counts"] = count_classes(samples.labels, len(pack.classes)).tolist()
     if "test" in results:
         answers = results["test"].task.decided(results["test"].predicted)
         answers = answers if answers.ndim == 2 else answers[answers >= 0]
-        class_counts["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
-    seconds = log.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
-    trained_for = progress.train_seconds
+        figures["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
+    trained_for, waited, shared = progress.train_seconds, progress.wait_seconds, progress.communication_seconds
     return {
-        "job": recipe.job,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "model": recipe.model,
-        "engine": context.options.engine,
+        **about_run(recipe, context.options.engine, pack),
         "devices": context.devices,
         "world_size": context.device_count,
         "threads_per_rank": engine.threads,
-        "batch_size": recipe.batch_size,
-        "epochs": recipe.epochs,
         "epochs_trained": progress.epoch,
         "best_epoch": progress.best_epoch or None,
         "kept_epoch": chosen if chosen or progress.head else None,
-        "tta": recipe.tta,
-        "task": recipe.task,
-        "seed": recipe.seed,
         "parameters": context.parameters,
         "trained_parameters": trained_parameters,
-        "classes": list(pack.classes),
-        **{f"{name}_images": len(samples) for name, samples in context.splits.items()},
         "images_trained": progress.images_trained,
         "images_per_second": progress.images_trained / trained_for if trained_for else None,
         "train_seconds": trained_for,
@@ -282,34 +269,32 @@ def _summary(
         "wall_seconds": log.wall_seconds(progress),
         **figures,
         "train_loss_by_step": progress.step_losses,
-        **class_counts,
-        "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
-        "communication_fraction": _communication(progress),
+        "input_wait_fraction": waited / trained_for if trained_for else None,
+        # NaN if the device shares its sums itself.
+        "communication_fraction": shared / trained_for if trained_for and np.isfinite(shared) else None,
         "warmup_seconds": progress.warmup_seconds,
         "stopped": ended.reason or None,
         "notes": log.notes,
-        "time_seconds": seconds,
+        "time_seconds": log.seconds | {"train": trained_for, "evaluate": progress.evaluate_seconds},
+        "runs_on": engine.describe(),
+    }
+
+
+def about_run(recipe: Recipe, engine: str, pack: Pack) -> dict[str, Any]:
+    """Return the fields of `summary.json` that do not depend on the training."""
+    packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
+    return {
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "tta", "task", "seed")},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "engine": engine,
+        "classes": list(pack.classes),
         "pack": str(pack.folder.absolute()) if pack.folder else None,
         "pack_fingerprint": pack.fingerprint,
         "pack_was_cached": pack.was_cached,
         "skipped_images": pack.skipped,
         "machine": machine(),
-        "runs_on": engine.describe(),
-        "versions": versions(),
+        "versions": {"flatout": __version__, "python": platform.python_version(), **installed(*packages)},
     }
-
-
-def _communication(progress: Progress) -> float | None:
-    """Return the share of training time spent in all-reduce; None if the device does that itself."""
-    if not progress.train_seconds or not np.isfinite(progress.communication_seconds):
-        return None
-    return progress.communication_seconds / progress.train_seconds
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that determine results."""
-    packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
-    return {"flatout": __version__, "python": platform.python_version(), **installed(*packages)}
 
 
 def _print_results(context: TrainContext, summary: dict[str, Any]) -> None:

@@ -1,21 +1,33 @@
-"""The public call `fit`: from data, a model and a recipe to a run folder."""
+"""The public call `fit`, and how its arguments become recipe keys and data."""
 
 import dataclasses
+import inspect
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.config import Recipe
+from flatout.config import Augment, Recipe, known_keys
+from flatout.config.settings import nearest
+from flatout.distributed.environment import launched
 from flatout.inference.run import Ensemble, Run, load
+from flatout.train import claim
+from flatout.train.callbacks import Callback, callbacks_of
 from flatout.train.request import Options, TrainRequest
+from flatout.train.user_functions import user_functions
 from flatout.utils.console import Console
-from flatout.utils.errors import Stopped
+from flatout.utils.errors import InputError, Stopped
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.train.callbacks import Callback
+_SECTIONS = {
+    "optimizer": 'flatout makes it on every device: optimizer="adam", "torch:RAdam" or flatout.Adam(lr=0.001)',
+    "schedule": 'give a name or a section: schedule="cosine", or flatout.Schedule(name="cosine", warmup_epochs=1)',
+    "loss": 'give a name, loss="cross-entropy" or "binary-cross-entropy", or a loss of torch, nn.CrossEntropyLoss()',
+    "augment": "give amounts: flatout.Augment(flip=True, rotate=10); functions go into transform= or batch_transforms=",
+}
 
 
 def fit(
@@ -34,7 +46,7 @@ def fit(
     restarts: int | None = None,
     hang_timeout: float = 300.0,
     minutes: float | None = None,
-    callbacks: "Callback | str | Sequence[Callback | str]" = (),
+    callbacks: Callback | str | Sequence[Callback | str] = (),
     metrics: Any = (),
     transform: Any = (),
     batch_transforms: Any = (),
@@ -78,40 +90,36 @@ def fit(
             each returns changed images. Torch engine only.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
-            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`. Torch
-            objects are accepted as well: `optimizer=torch.optim.RAdam`,
-            `loss=nn.CrossEntropyLoss(label_smoothing=0.1)`. `loss` may also be a function of logits and targets that
-            returns a loss for each image, [B], on the torch engine.
+            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
+            `loss` may also be a loss of torch, `nn.CrossEntropyLoss(label_smoothing=0.1)`, or, on the torch engine, a
+            function of logits and targets that returns a loss for each image, [B].
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.
         TrainingFailed: training cannot continue; the weights of the last good epoch are in the run folder.
     """
     began = time.perf_counter()
-    import sys
-
-    from flatout.distributed.environment import launched
+    # These import torch, which takes seconds.
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
     from flatout.models.build import copied
     from flatout.models.keras import KerasModule, is_keras
-    from flatout.train import claim
-    from flatout.train.fit_arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
     from flatout.train.recipes import resolve
     from flatout.train.run import train
-    from flatout.train.trackers import callbacks_of
-    from flatout.train.user_functions import user_functions
 
-    check_names(changes, fit)
+    _check_names(changes)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
-    own_loss = changes.pop("loss") if is_own_loss(changes.get("loss")) else None
+    loss, own_loss = changes.get("loss"), None
+    if callable(loss) and not isinstance(loss, type) and _loss_keys(loss) is None:
+        own_loss = changes.pop("loss")
     functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
-    if (loaded := loader_batch_size(data)) is not None:
-        flat.setdefault("batch_size", loaded)
-    data = join_data(data, labels, validation_data)
-    module = None
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
+    for part in parts:
+        if _is_loader(part) and part.batch_size:
+            flat.setdefault("batch_size", part.batch_size)
+    data, module = join_data(data, labels, validation_data), None
     if isinstance(model, str):
         flat["model"] = model
     elif model is not None:
@@ -161,3 +169,143 @@ def fit(
     if module is not None and not isinstance(run, Ensemble):
         _ = run.model  # loads the weights into the model given
     return run
+
+
+def _check_names(arguments: Mapping[str, Any]) -> None:
+    """Raise InputError for a keyword argument that is neither a recipe key nor an argument of `fit`."""
+    own = [name for name, one in inspect.signature(fit).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    keys = known_keys()
+    known = {*own, "class_weight", *(part for key in keys for part in (key, *key.partition(".")))}
+    for name in arguments.keys() - known:
+        raise InputError(f"{name}: fit has no such argument; {nearest(name, [*own, *keys])}")
+
+
+def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the keyword arguments of `fit` to dotted recipe keys.
+
+    A section is a `flatout.Optimizer` or the like, a dict, or its name (`optimizer="adam"`). The last part of a dotted
+    key is enough if it is unique: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
+    """
+    changes: dict[str, Any] = {}
+    for key, value in arguments.items():
+        full = [known for known in known_keys() if known.rpartition(".")[2] == key]
+        if key == "augment" and (value is None or value is False):
+            value = Augment()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        elif hasattr(value, "item") and not getattr(value, "shape", ()):  # a NumPy or torch number
+            value = value.item()
+        if key in ("class_weight", "class_weights") and isinstance(value, Mapping):
+            added = {"class_weights": _class_weights(value)}
+        elif isinstance(value, Mapping):
+            added = {f"{key}.{inner}": v for inner, v in value.items()}
+        elif key == "loss" and (keys := _loss_keys(value)) is not None:
+            added = keys
+        elif key in _SECTIONS and not isinstance(value, str):
+            raise InputError(f"{key} = {value!r}: {_SECTIONS[key]}")
+        elif key in ("optimizer", "schedule"):
+            added = {f"{key}.name": value}
+        else:
+            added = {full[0] if len(full) == 1 else key: str(value) if isinstance(value, Path) else value}
+        if twice := changes.keys() & added.keys():
+            raise InputError(f"{twice.pop()} is given twice")
+        changes |= added
+    return changes
+
+
+def _loss_keys(loss: Any) -> dict[str, Any] | None:
+    """Return recipe keys for a torch loss; None for anything else.
+
+    Raises:
+        InputError: an option without a key is not at its default.
+    """
+    from torch import nn
+
+    names = {
+        nn.CrossEntropyLoss: "cross-entropy",
+        nn.BCEWithLogitsLoss: "binary-cross-entropy",
+        nn.MSELoss: "mse",
+        nn.HuberLoss: "huber",
+        nn.SmoothL1Loss: "huber",
+    }
+    if type(loss) not in names:
+        return None
+    keys: dict[str, Any] = {"loss": names[type(loss)]}
+    if smoothing := getattr(loss, "label_smoothing", 0.0):
+        keys["label_smoothing"] = float(smoothing)
+    for name in ("weight", "pos_weight"):
+        if (weights := getattr(loss, name, None)) is not None:
+            keys["class_weights"] = weights.reshape(-1).tolist()
+    for option, default in {"reduction": "mean", "ignore_index": -100, "delta": 1.0, "beta": 1.0}.items():
+        if getattr(loss, option, default) != default:
+            raise InputError(
+                f"loss: {type(loss).__name__}({option}={getattr(loss, option)!r}) has no recipe key; leave it out, "
+                "or give a function of logits and targets that returns a loss for each image"
+            )
+    return keys
+
+
+def _class_weights(weights: Mapping[Any, Any]) -> list[float] | dict[str, Any]:
+    """Return weights by class name unchanged, and weights by index, as in Keras, as a list.
+
+    Raises:
+        InputError: its keys are neither names nor indices.
+    """
+    if all(isinstance(name, str) for name in weights):
+        return dict(weights)
+    if set(weights) != set(range(len(weights))):
+        raise InputError(
+            f"class_weights: the keys are {', '.join(map(str, list(weights)[:5]))}; they must be class names, or 0 to "
+            f"{len(weights) - 1} in the order of run.classes, which is alphabetical for folders"
+        )
+    return [float(weights[index]) for index in range(len(weights))]
+
+
+def _is_loader(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("dataset", "batch_size", "collate_fn"))
+
+
+def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
+    """Return the data of `fit(model, images, labels, validation_data=...)` as one value, without loaders."""
+    data, validation_data = _without_loaders(data), _without_loaders(validation_data)
+    if labels is not None:
+        if isinstance(data, str | Path | Mapping | tuple):
+            raise InputError("labels: go with an array of images only: flatout.fit(model, images, labels)")
+        data = (data, labels)
+    if validation_data is None:
+        return data
+    if data is None or isinstance(data, str | Path):
+        raise InputError(
+            "validation_data: goes with arrays and data sets only; images in files need a folder valid/ beside train/"
+        )
+    return {**(data if isinstance(data, Mapping) else {"train": data}), "valid": validation_data}
+
+
+def _without_loaders(value: Any) -> Any:
+    """Return the data set of a DataLoader, or those in a dict or tuple; other values are unchanged.
+
+    Raises:
+        InputError: the loader does what flatout does not support: weighted sampling, or custom batches.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_loaders(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_without_loaders, value))
+    if not _is_loader(value):
+        return value
+    from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler, default_collate
+
+    sampler = value.sampler
+    is_plain = isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False)
+    if hasattr(value.dataset, "__getitem__") and hasattr(value.dataset, "__len__") and not is_plain:
+        instead = ' For rare classes, class_weights="balanced".' * isinstance(sampler, WeightedRandomSampler)
+        raise InputError(
+            f"data: the sampler of the DataLoader, {type(sampler).__name__}, cannot be used: flatout shuffles by "
+            f"itself, so that results do not depend on the devices; give loader.dataset.{instead}"
+        )
+    if value.collate_fn is not default_collate:
+        raise InputError(
+            "data: the collate_fn of the DataLoader cannot be used: flatout makes the batches; give loader.dataset, "
+            "whose items are (image, label)"
+        )
+    return value.dataset

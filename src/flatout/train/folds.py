@@ -4,34 +4,39 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from flatout.config import Recipe, load_recipe
 from flatout.data.batches import Split
 from flatout.data.labels import count_classes
+from flatout.data.pack import Pack, share
+from flatout.data.splits import folds_of
+from flatout.distributed.environment import launched
+from flatout.distributed.launch import launch
+from flatout.distributed.world import World
+from flatout.engine.base import Evaluation
+from flatout.engine.devices import parse_devices, spec_of
+from flatout.engine.factory import precisions
+from flatout.engine.torch.accelerator import cpu_threads
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
-from flatout.train.finish import versions
+from flatout.train.context import RunLog
+from flatout.train.finish import about_run
 from flatout.train.prepare import build_model, prepare_host
 from flatout.train.request import Options, TrainRequest
-from flatout.train.run_log import RunLog
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, TrainingFailed
 
-if TYPE_CHECKING:
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-
 # Trains one run on one rank.
-TrainRun = Callable[[Console, "World", TrainRequest], Path]
+TrainRun = Callable[[Console, World, TrainRequest], Path]
 # Fields of a fold's summary that the cross-validation's summary also has.
 _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
 
@@ -70,10 +75,8 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
     return request.run_dir
 
 
-def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
+def _divide(pack: Pack, recipe: Recipe, console: Console) -> np.ndarray:
     """Return the rows to divide into folds, and note classes that are missing in some."""
-    from flatout.data.splits import folds_of
-
     rows, folds = folds_of(pack, recipe.data.folds, recipe.seed)
     labels = pack.labels[rows]
     counts = np.array([count_classes(labels[folds == fold], len(pack.classes)) for fold in np.unique(folds)])
@@ -83,12 +86,8 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
     return rows
 
 
-def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run: TrainRun) -> None:
+def _train_all(request: TrainRequest, pack: Pack, console: Console, train_run: TrainRun) -> None:
     """Train the unfinished folds, in this process or in one per device."""
-    from flatout.data.pack import share
-    from flatout.distributed.launch import launch
-    from flatout.engine.torch.accelerator import cpu_threads
-
     specs, options = _specs(request.recipe, request.options), request.options
     if len(specs) == 1 and not options.restarts:
         _train_share(console, request, specs, train_run)
@@ -104,20 +103,12 @@ def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run:
 
 def _specs(recipe: Recipe, options: Options) -> list[str]:
     """Return the SPEC of each process."""
-    from flatout.engine.devices import parse_devices
-
     devices = parse_devices(options.devices, options.engine)
     return [options.devices] if options.engine == "xla" else list(devices.names[: recipe.data.folds])
 
 
 def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], train_run: TrainRun) -> None:
     """Train this process's share of the folds in turn on its device."""
-    import torch
-
-    from flatout.distributed.environment import launched
-    from flatout.distributed.world import World
-    from flatout.engine.factory import precisions
-
     process, folder, folds = launched(), request.run_dir, request.recipe.data.folds
     rank = process.rank if process else 0
     assert folder is not None
@@ -134,16 +125,14 @@ def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], 
             overwrite=False,
             began=time.perf_counter(),
         )
-        world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
-        # They share cores and memory.
-        world.local_size = len(specs)
+        # The processes share cores and memory.
+        world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]), local_size=len(specs))
         recipe = _in_one_format(request.recipe, folder, precisions(options.engine, world))
         of_fold = TrainRequest(
             recipe=recipe.override({"data.fold": fold}),
             data=request.data,
             options=options,
             module=request.module,
-            fold_of=folder,
         )
         try:
             train_run(console, world, of_fold)
@@ -170,9 +159,8 @@ def _has_finished(out: Path, recipe: Recipe) -> bool:
     return is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps
 
 
-def _finish(request: TrainRequest, pack: "Pack", pool: np.ndarray, console: Console, seconds: float) -> None:
+def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float) -> None:
     """Write predictions, summary and report of all folds; `pool` has the rows of their images."""
-    from flatout.engine.base import Evaluation
     from flatout.report.page import draw_all
 
     recipe, folder = request.recipe, request.run_dir
@@ -228,11 +216,9 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _summary(
-    request: TrainRequest, log: RunLog, pack: "Pack", folds: list[dict[str, Any]], seconds: float
+    request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     """Return the fields of `summary.json` other than joint metrics; `folds` are the folds' summaries."""
-    from flatout.engine.devices import machine, spec_of
-
     recipe, options = request.recipe, request.options
     task, specs = task_of(recipe), _specs(recipe, options)
     metrics = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names, "count")]
@@ -241,23 +227,12 @@ def _summary(
     total = {key: sum(fold[key] for fold in folds) for key in ("images_trained", "train_seconds")}
     pool = np.concatenate([pack.labels[a:b] for name, (a, b) in pack.splits.items() if name != "test"])
     return {
-        "job": recipe.job,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "model": recipe.model,
-        "engine": options.engine,
+        **about_run(recipe, options.engine, pack),
         # One device trains a fold; XLA's train one together.
         "devices": spec_of(specs) if len(specs) > 1 else folds[0]["devices"],
         "world_size": len(specs) if len(specs) > 1 else folds[0]["world_size"],
-        "batch_size": recipe.batch_size,
-        "epochs": recipe.epochs,
-        "tta": recipe.tta,
-        "task": recipe.task,
-        "seed": recipe.seed,
-        "parameters": folds[0]["parameters"],
-        "trained_parameters": folds[0]["trained_parameters"],
-        "classes": list(pack.classes),
+        **{key: folds[0][key] for key in ("parameters", "trained_parameters", "test_images") if key in folds[0]},
         "train_images": len(pool),
-        **({"test_images": folds[0]["test_images"]} if "test_images" in folds[0] else {}),
         "train_class_counts": count_classes(pool, len(pack.classes)).tolist(),
         **total,
         "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
@@ -276,12 +251,6 @@ def _summary(
         "stopped": None,
         "notes": log.notes,
         "time_seconds": log.seconds | {"folds": seconds},
-        "pack": str(pack.folder.absolute()) if pack.folder else None,
-        "pack_fingerprint": pack.fingerprint,
-        "pack_was_cached": pack.was_cached,
-        "skipped_images": pack.skipped,
-        "machine": machine(),
-        "versions": versions(),
     }
 
 

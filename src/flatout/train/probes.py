@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.data.batches import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches
 from flatout.engine.schedule import scaled_rate
 from flatout.train.budget import seconds_per_step
 
 if TYPE_CHECKING:
     from flatout.data.batches import Split
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
+    from flatout.engine.base import Engine
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
@@ -49,12 +49,8 @@ def fastest_precision(
     from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
-    # The images of the first batches of an epoch.
-    positions = np.concatenate(
-        [batch.samples for batch in islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)]
-    )
-    positions = np.sort(positions[:count])
-    few = samples.at(positions)
+    first_batches = islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)
+    few = samples.at(np.sort(np.concatenate([batch.samples for batch in first_batches])[:count]))
     default = formats[0]
     seconds = dict.fromkeys((default, "bf16"), math.inf)
     for name in PRECISION_ROUNDS * (default, "bf16"):
@@ -66,42 +62,22 @@ def fastest_precision(
     gain = seconds[default] / seconds["bf16"]
     chosen = "bf16" if gain >= BF16_WORTH else default
     compared = f"{gain:.1f} times as fast as" if gain >= 1.05 else "no faster than"
-    return chosen, f"precision = {chosen}: a step in bf16 is {compared} in {default}"
+    return chosen, f"a step in bf16 is {compared} in {default}"
 
 
 def check_sanity(context: "TrainContext", progress: "Progress") -> None:
-    """Before a long run, note problems that would make it useless. A resumed run was checked before."""
-    recipe, images = context.recipe, len(context.splits["train"])
+    """Before a long run, train on one batch, restore the engine, and note problems that would make the run useless.
+
+    All ranks call this. A resumed run was checked before.
+    """
+    recipe, engine, world = context.recipe, context.engine, context.world
+    steps = recipe.total_steps(context.steps_per_epoch)
     is_resumed = (progress.epoch, progress.step) != (0, 0)
     has_own_loss = context.options.functions.loss is not None
-    if not context.datasets or is_resumed or has_own_loss or not _is_long(recipe, images):
+    # The checks take only a small share of a long run.
+    if not context.datasets or is_resumed or has_own_loss or LARGEST_SHARE * steps < SANITY_STEPS:
         return
-    is_fresh = not (recipe.pretrained or recipe.weights)
-    found = _find_problems(
-        context.engine, context.datasets["train"], recipe, context.world, len(context.pack.classes), is_fresh=is_fresh
-    )
-    for sentence in found:
-        context.log.note(sentence)
-    context.log.lap("check")
-
-
-def _is_long(recipe: Recipe, images: int) -> bool:
-    """Whether a run is so long that the checks take only a small share of it."""
-    return LARGEST_SHARE * _total_steps(recipe, images) >= SANITY_STEPS
-
-
-def _find_problems(
-    engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
-) -> list[str]:
-    """Train on one batch, restore the engine, and return a sentence for each suspected problem.
-
-    All ranks call this and get the same result.
-
-    Args:
-        engine: at the state to train from.
-        is_fresh: whether no trained weights were loaded.
-    """
-    rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
+    rate, train, before = scaled_rate(recipe), context.datasets["train"], engine.snapshot()
     train.begin_epoch(0)
     batch = replace(next(epoch_batches(recipe, train.samples, 0)), ahead=())
     first = math.nan
@@ -117,8 +93,16 @@ def _find_problems(
     last = engine.counts()[0].loss
     engine.restore(before)
     engine.communication_seconds()  # epochs of training begin at 0
+    for sentence in _problems(context, first, last, steps):
+        context.log.note(sentence)
+    context.log.lap("check")
 
-    guessing, found = engine.task.guessing_loss(classes), []
+
+def _problems(context: "TrainContext", first: float, last: float, steps: int) -> list[str]:
+    """Return a sentence for each problem that the first and the last losses of one batch suggest."""
+    recipe, classes, found = context.recipe, len(context.pack.classes), list[str]()
+    rate, guessing = scaled_rate(recipe), context.engine.task.guessing_loss(classes)
+    is_fresh = not (recipe.pretrained or recipe.weights)
     if is_fresh and not first < guessing + LARGEST_EXCESS:
         what = f" one of {classes} classes" if recipe.task in ("auto", "single-label") else ""
         found.append(
@@ -126,7 +110,7 @@ def _find_problems(
             "causes are a data.mean and data.std that do not suit the images, and large weights in the last layer"
         )
     # The rate rose to its peak, so it was half of that on average.
-    change_at_this_pace = 2 * abs(first - last) * _total_steps(recipe, images) / SANITY_STEPS
+    change_at_this_pace = 2 * abs(first - last) * steps / SANITY_STEPS
     if not last < max(first, guessing) + LARGEST_EXCESS:
         found.append(
             f"{SANITY_STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too "
@@ -139,7 +123,3 @@ def _find_problems(
             f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"
         )
     return found
-
-
-def _total_steps(recipe: Recipe, images: int) -> int:
-    return recipe.total_steps(steps_per_epoch(images, recipe.batch_size, recipe.drop_last))

@@ -52,15 +52,11 @@ class EpochRecord:
         metrics = fields.pop("metrics")
         return {**fields, **metrics}
 
-
-def _record_of(line: dict[str, Any]) -> EpochRecord:
-    """Return the record that `EpochRecord.to_plain` wrote.
-
-    In lines of earlier versions, None marks a missing split, and the metrics are repeated under their name.
-    """
-    own = [f.name for f in dataclasses.fields(EpochRecord) if f.name != "metrics"]
-    metrics = {key: value for key, value in line.items() if key not in (*own, "metrics") and value is not None}
-    return EpochRecord(**{name: line[name] for name in own}, metrics=metrics)
+    @classmethod
+    def from_plain(cls, line: dict[str, Any]) -> "EpochRecord":
+        """Return the record that `to_plain` wrote."""
+        own = [f.name for f in dataclasses.fields(cls) if f.name != "metrics"]
+        return cls(**{name: line[name] for name in own}, metrics={k: v for k, v in line.items() if k not in own})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,8 +166,6 @@ def to_plain(progress: Progress) -> dict[str, Any]:
 
 def from_plain(fields: dict[str, Any]) -> Progress:
     """Return the progress that `to_plain` wrote."""
-    history = [_record_of(line) for line in fields["history"]]
-    # In checkpoints of earlier versions, the metric was the number of correct predictions.
-    counts = {"metric_sum" if name == "correct" else name: value for name, value in fields["counts"].items()}
-    head = _record_of(fields["head"]) if fields.get("head") else None
-    return Progress(**{**fields, "history": history, "head": head, "counts": Counts(**counts)})
+    history = [EpochRecord.from_plain(line) for line in fields["history"]]
+    head = fields["head"] and EpochRecord.from_plain(fields["head"])
+    return Progress(**{**fields, "history": history, "head": head, "counts": Counts(**fields["counts"])})

@@ -98,8 +98,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
     if recipe is not None:
         return recipe.override(changes), True
     # The generated recipe determines whether these are possible, unless the user also sets what they depend on.
-    later = {"augment.start_size": "image_size"}
-    later |= dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
+    later = dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
     known = {key: value for key, value in changes.items() if later.get(key, key) in changes}
     return with_settings({"linear_probe": True, **known}), False
 

@@ -82,8 +82,6 @@ def check(recipe: Recipe, options: Options) -> None:
         InputError: it cannot; the message names the key or the flag and the fix.
     """
     folds, minutes = f"data.folds = {recipe.data.folds}", f"--minutes {options.minutes or 0:g}"
-    if options.minutes is not None and recipe.augment.start_size:
-        raise InputError(f"{minutes}: cannot plan steps on images that grow; set augment.start_size = 0")
     if not recipe.data.folds or recipe.data.fold:
         return
     if options.minutes is not None:
@@ -107,7 +105,6 @@ class TrainRequest:
         options: how to run.
         module: the model, if given in Python.
         run_dir: the run folder, if the process that starts the ranks holds it.
-        fold_of: the folder of the cross-validation, if the run is a fold.
         phase_seconds: the time of finished phases.
         prepared_at: the time when the folder was claimed, by time.time.
     """
@@ -117,6 +114,5 @@ class TrainRequest:
     options: Options
     module: "nn.Module | None" = None
     run_dir: Path | None = None
-    fold_of: Path | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     prepared_at: float = 0.0

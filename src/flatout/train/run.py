@@ -11,21 +11,26 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from flatout.distributed.consistency import agree, data_facts
+from flatout.data.pack import Pack, share
 from flatout.distributed.environment import launched
+from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.processes import check_batch, run_on_devices
+from flatout.engine.base import DeviceDataset
+from flatout.engine.devices import parse_devices, spec_of
+from flatout.engine.factory import Processes, choose_processes, kept_devices, run_on_devices
 from flatout.train import claim
 from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner
-from flatout.train.checkpoint import continued_recipe, note_jump, restore
-from flatout.train.context import Ended, TrainContext
+from flatout.train.checkpoint import continued_recipe, restore
+from flatout.train.context import Ended, RunLog, TrainContext
+from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.prepare import (
+    agree,
     build_model,
     claimed_run_dir,
     load_pack,
@@ -37,15 +42,10 @@ from flatout.train.prepare import (
 from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
 from flatout.train.request import Options, TrainRequest, check
-from flatout.train.run_log import RunLog
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
-
-if TYPE_CHECKING:
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def train(request: TrainRequest, console: Console) -> Path:
 def run_on_all_ranks(
     request: TrainRequest,
     console: Console,
-    function: "Callable[[Console, World, TrainRequest], T]",
+    function: Callable[[Console, World, TrainRequest], T],
     *,
     begins: bool = False,
 ) -> T:
@@ -99,10 +99,6 @@ def run_on_all_ranks(
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    from flatout.data.pack import share
-    from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes, kept_devices
-
     recipe, options = request.recipe, request.options
     if recipe.optimizer.is_of_library:
         optim.of_library(recipe.optimizer)
@@ -110,30 +106,13 @@ def run_on_all_ranks(
     if launched() is not None:
         return call((request,), spec=options.devices)
     if options.devices != "auto":
-        check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
+        _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
-        spec, sentences = options.devices, list(options.notes)
-        if spec == "auto" and (before := _devices_of_resumed_run(options)):
-            spec, sentence = kept_devices(before, options.engine)
+        chosen, notes = _choose_processes(request, pack)
+        for sentence in notes:
             console.note(sentence)
-            sentences.append(sentence)
-        start, stop = pack.splits["train"]
-        chosen = choose_processes(
-            spec,
-            request.recipe,
-            stop - start,
-            lambda: build_model(request, pack),
-            options.engine,
-            seconds=None if options.minutes is None else 60 * options.minutes,
-        )
-        if chosen.reason:
-            console.note(chosen.reason)
-            sentences.append(chosen.reason)
-        options = replace(options, devices=str(chosen.devices), notes=tuple(sentences))
-        if begins and request.run_dir and not options.overwrite:
-            (request.run_dir / run_files.LOGS).mkdir(exist_ok=True)
-            write_atomically(request.run_dir / run_files.DEVICES, options.devices.encode())
+        options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         data = pack if is_alone else stack.enter_context(share(pack))
         return call(
@@ -145,27 +124,40 @@ def run_on_all_ranks(
         )
 
 
-def _devices_of_resumed_run(options: Options) -> str:
-    """Return the devices of the run to resume; "" if it is new or they are unknown."""
-    if options.resume and options.out:
+def _choose_processes(request: TrainRequest, pack: Pack) -> tuple[Processes, list[str]]:
+    """Return the processes of this host, and sentences about the choice; a resumed run keeps its devices."""
+    options, notes = request.options, list[str]()
+    spec = options.devices
+    if spec == "auto" and options.resume and options.out:
         with contextlib.suppress(OSError):
-            return (options.out / run_files.DEVICES).read_text(errors="replace")
-    return ""
+            before = (options.out / run_files.DEVICES).read_text(errors="replace")
+            spec, sentence = kept_devices(before, options.engine)
+            notes.append(sentence)
+    start, stop = pack.splits["train"]
+    chosen = choose_processes(
+        spec, request.recipe, stop - start, lambda: build_model(request, pack), options.engine, seconds=options.seconds
+    )
+    return chosen, [*notes, chosen.reason] if chosen.reason else notes
+
+
+def _check_batch(batch: int, ranks: int) -> None:
+    if batch < ranks:
+        raise InputError(
+            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+            "use a larger batch or fewer devices"
+        )
 
 
 # --- What each of them does ------------------------------------------------------------------------------------------
 
 
-def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Path:
+def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path:
     """Train on one rank, and return the run folder. All ranks call this.
 
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    from flatout.train.finish import finish
-
     with set_up(console, world, request) as context:
-        context = replace(context, data_facts=data_facts(context.pack, context.recipe))
         # Continue from a checkpoint, or begin with the fitted head
         checkpoint = restore(context)
         progress = checkpoint.progress if checkpoint else new_progress(context)
@@ -181,8 +173,6 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
             check_sanity(context, progress)
             callbacks = CallbackRunner(context, progress)
             if context.datasets:
-                if checkpoint:
-                    note_jump(context, progress, checkpoint.recipe)
                 context, ended = run_epochs(context, progress, budget, callbacks)
             ended = finish(context, progress, ended)
             failure = callbacks.end(ended.failure)
@@ -195,14 +185,12 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
 
 
 @contextlib.contextmanager
-def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator[TrainContext]":
+def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[TrainContext]:
     """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this.
 
     Raises:
         InputError: see `train`.
     """
-    from flatout.engine.devices import spec_of
-
     log = RunLog(console, request)
     with claimed_run_dir(request, world) as run_dir:
         # Data and recipe
@@ -210,7 +198,7 @@ def set_up(console: Console, world: "World", request: TrainRequest) -> "Iterator
         splits = split_pack(pack, request.recipe, log)
         continued = continued_recipe(request, run_dir, world)
         recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
-        check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
+        _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine
@@ -269,7 +257,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
         write_atomically(context.run_dir / run_files.DEVICES, devices.encode())
 
 
-def place(context: TrainContext, *, only_train: bool = False) -> "Mapping[str, DeviceDataset]":
+def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
     """Return the splits on the devices, with compiled steps."""
     datasets = context.stage.placed if context.stage else {}
     if not datasets:
@@ -312,13 +300,13 @@ def run_epochs(
     if reason:
         log.note(reason)
     if isinstance(failure, Stopped):
-        folder = shlex.quote(str(context.request.fold_of or context.run_dir))
-        log.console.note(f"continue with: flatout train --resume --out {folder}")
+        folder = context.run_dir.parent if recipe.data.fold else context.run_dir
+        log.console.note(f"continue with: flatout train --resume --out {shlex.quote(str(folder))}")
     return monitor.context, Ended(reason=reason, failure=failure)
 
 
 def _train_and_return_callbacks(
-    console: Console, world: "World", request: TrainRequest
+    console: Console, world: World, request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Train on one rank; return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks

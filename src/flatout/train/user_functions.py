@@ -30,14 +30,13 @@ class UserFunctions:
 
     def check(self, recipe: Recipe, engine: str) -> None:
         """Raise InputError if the engine or the recipe cannot use them. Metrics are always possible."""
-        given = next(iter(self._in_training()), "")
-        reasons = {
-            "the XLA engine compiles its own losses and augmentations; use engine='torch'": engine == "xla",
-            "a sharded model is trained by FSDP with built-in functions; set shard='none'": recipe.shard == "full",
-        }
-        for reason, applies in reasons.items():
-            if given and applies:
-                raise InputError(f"{given}: a function of your own cannot be used here: {reason}")
+        reason = ""
+        if engine == "xla":
+            reason = "the XLA engine compiles its own losses and augmentations; use engine='torch'"
+        elif recipe.shard == "full":
+            reason = "a sharded model is trained by FSDP with built-in functions; set shard='none'"
+        if reason and (given := self._in_training()):
+            raise InputError(f"{given[0]}: a function of your own cannot be used here: {reason}")
 
     def notes(self) -> list[str]:
         """Return notes about functions that a recipe cannot contain."""

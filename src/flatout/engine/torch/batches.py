@@ -159,7 +159,6 @@ class DeviceImages:
         targets: on the device; see `Task.targets`.
         transforms: the epoch's augmentation tables on the device; empty if nothing is random.
         partners: int32 [N] on the host, the samples that are mixed in; None without mixing.
-        size: height and width that the epoch's training images are reduced to; None for the recipe's.
     """
 
     samples: Split
@@ -167,7 +166,6 @@ class DeviceImages:
     targets: torch.Tensor
     transforms: dict[str, torch.Tensor] = field(default_factory=dict)
     partners: np.ndarray | None = None
-    size: tuple[int, int] | None = None
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""

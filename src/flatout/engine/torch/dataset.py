@@ -114,10 +114,7 @@ class TorchDataset:
         engine.metric_sums.begin_epoch()
         transforms = self._transforms_of(epoch)
         if engine.cut is None:
-            size = augment.training_size(engine.recipe, epoch)
-            if self.source.size not in (None, size):
-                engine.forget_shapes()
-            self.source.size, self.source.partners = size, transforms.get("partner")
+            self.source.partners = transforms.get("partner")
             _copy_tables(transforms, self.source)
         elif transforms and not self._mirror(transforms):
             self._change_view(self._view(epoch % engine.recipe.augment.views, transforms))

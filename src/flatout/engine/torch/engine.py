@@ -41,6 +41,7 @@ from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, Ne
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import task_of
+from flatout.tasks.base import Task
 from flatout.utils.errors import is_out_of_memory
 
 
@@ -59,6 +60,7 @@ class TorchEngine:
         model: trained in place, after being moved to the device.
         recipe: the recipe; data.mean and data.std must be filled in.
         world: the ranks, and this one's device; None for a single CPU process.
+        task: the task with the metrics of the user; None for the recipe's.
         class_weights: see `Task.class_weights`; None for none.
         accelerator: the accelerator; None for that of the device.
         capture: whether the step may be captured as a graph.
@@ -77,6 +79,7 @@ class TorchEngine:
         recipe: Recipe,
         *,
         world: World | None = None,
+        task: Task | None = None,
         class_weights: np.ndarray | None = None,
         accelerator: Accelerator | None = None,
         capture: bool = True,
@@ -89,7 +92,7 @@ class TorchEngine:
         world = world or World()
         accelerator = accelerator or accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
-        self.task = task_of(recipe)
+        self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
         self.recorder: Recorder | None = None

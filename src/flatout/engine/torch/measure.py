@@ -75,7 +75,6 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
             "task": "single-label",
             "loss": "cross-entropy",
             "shard": "none",
-            "augment.start_size": 0,
             "data.mean": recipe.data.mean or middle,
             "data.std": recipe.data.std or middle,
         }
@@ -86,8 +85,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
         if _can_fork(ranks):
             times.append(_on_ranks(model, one, ranks))
         else:
-            world = World(device=accelerator.device)
-            world.local_size = ranks
+            world = World(device=accelerator.device, local_size=ranks)
             own = max(1, one.batch_size // ranks)
             seconds = _measure(model, one.override({"batch_size": own}), world)
             times.append(seconds + (ranks > 1) * _sum_seconds(model) / own)

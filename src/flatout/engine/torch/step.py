@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flatout.config import Recipe
@@ -55,15 +54,13 @@ class NetworkInput:
         return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
 
     def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
-        """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
+        """Return a batch's augmented images, mixed with others if the recipe says so."""
         rows = source.transforms_of(inputs.samples)
         images = self.of(source.images_of(inputs), rows)
         if inputs.partners is not None:
             partner_rows = source.transforms_of(inputs.partners)
             partners = self.of(source.images_of(inputs, of_partners=True), partner_rows)
             images = augment.mix(images, partners, rows["mix"])
-        if source.size not in (None, self._recipe.image_sides):
-            images = functional.interpolate(images, size=source.size, mode="area")
         for transform in self._batch_transforms:
             shape, images = images.shape, transform(images)
             found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__

@@ -74,23 +74,6 @@ def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
     return (has_level_BHWCL * darker_BCL[:, None, None]).sum(4).astype(jnp.float32)
 
 
-def reduced(images_BCHW: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Return smaller images, each pixel the mean of those that it covers: torch's interpolation of mode "area"."""
-    if size == images_BCHW.shape[2:]:
-        return images_BCHW
-    rows_OI, columns_OI = map(_means, size, images_BCHW.shape[2:])
-    # Keep full precision, even if the model's products are rounded.
-    return jnp.einsum("bchw,oh,pw->bcop", images_BCHW, rows_OI, columns_OI, precision="highest")
-
-
-def _means(size: int, length: int) -> np.ndarray:
-    """Return the matrix [size, length] that averages a side's pixels into `size` larger ones."""
-    first = np.arange(size)[:, None] * length // size
-    last = -(-(np.arange(size)[:, None] + 1) * length // size)
-    covered = (np.arange(length) >= first) & (np.arange(length) < last)
-    return (covered / covered.sum(1, keepdims=True)).astype(np.float32)
-
-
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
     """See `engine.augment.mix`."""
     is_inside = _inside(rows_B6[:, 1:5], images_BCHW.transpose(0, 2, 3, 1))[:, None]

@@ -15,7 +15,7 @@ import numpy as np
 
 from flatout.data.batches import Batch, Split, block_size, evaluation_batches, prefetch, read_ahead
 from flatout.distributed.world import World
-from flatout.engine.augment import NOT_AUGMENTED, Transforms, epoch_transforms, training_size
+from flatout.engine.augment import NOT_AUGMENTED, Transforms, epoch_transforms
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
@@ -149,7 +149,6 @@ class XlaDataset:
         tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
         run_ahead: the maximum number of dispatches in flight.
-        size: height and width that the epoch's training images are reduced to.
     """
 
     def __init__(self, engine: "XlaEngine", samples: Split) -> None:
@@ -158,7 +157,6 @@ class XlaDataset:
         self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
         self.batch = min(engine.recipe.batch_size, len(samples))
         self._transforms: Transforms | None = None
-        self.size = engine.recipe.image_sides
         self._pending: list[tuple[HostBatches, int, float, int]] = []
         # The network's input by view of the images.
         self._views: dict[int, tuple[Split, jax.Array | None]] = {}
@@ -187,10 +185,8 @@ class XlaDataset:
             )
         if self._steps > 1:
             engine.report(f"{self._steps} steps per dispatch")
-        for size in sorted({training_size(engine.recipe, epoch) for epoch in range(engine.recipe.epochs)}):
-            if self._steps > 1:
-                engine.compiled(program, self.table, steps=self._steps, size=size)
-            engine.compiled(program, self.table, size=size)
+            engine.compiled(program, self.table, steps=self._steps)
+        engine.compiled(program, self.table)
 
     def begin_epoch(self, epoch: int) -> None:
         engine, recipe = self._engine, self._engine.recipe
@@ -199,7 +195,7 @@ class XlaDataset:
         if engine.cut:
             self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
         else:
-            self._transforms, self.size = transforms, training_size(recipe, epoch)
+            self._transforms = transforms
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
         """See `DeviceDataset.feed`. A thread prefetches all batches of a dispatch into one array."""

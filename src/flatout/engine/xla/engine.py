@@ -31,6 +31,7 @@ from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import DeviceBatch, Evaluated, FrozenPrefix, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
 from flatout.tasks import task_of
+from flatout.tasks.base import Task
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
@@ -47,6 +48,7 @@ class XlaEngine:
         recipe: data.mean and data.std must be filled in.
         devices: the devices of all processes, grouped by process.
         world: the processes, one per host.
+        task: the task with the metrics of the user; None for the recipe's.
         class_weights: see `Task.class_weights`; None for none.
         steps_per_dispatch: steps per program call; None to choose by the devices.
         head: see the torch engine.
@@ -59,13 +61,14 @@ class XlaEngine:
         *,
         devices: Sequence[Any],
         world: World | None = None,
+        task: Task | None = None,
         class_weights: np.ndarray | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         steps_per_dispatch: int | None = None,
         head: Head | None = None,
     ) -> None:
         self.recipe, self.world, self.class_weights, self.report = recipe, world or World(), class_weights, report
-        self.task, self._target_shape = task_of(recipe), ()
+        self.task, self._target_shape = task or task_of(recipe), ()
         self.model = model.to("cpu")
         self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.recorder: Recorder | None = None
@@ -136,25 +139,24 @@ class XlaEngine:
         table: jax.Array | None,
         *,
         steps: int | None = None,
-        size: tuple[int, int] | None = None,
         evaluates: bool = False,
         tta: bool = False,
     ) -> Callable[..., Any]:
         """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
-        key = program.batch, None if table is None else table.shape, steps, size, evaluates, tta
+        key = program.batch, None if table is None else table.shape, steps, evaluates, tta
         if key not in self._compiled:
             assert self._state is not None
             if evaluates:
                 lowered = self.sharding.lower_evaluation(program, self._state, table=table, tta=tta)
             else:
-                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table, size=size)
+                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table)
             with compilation_cache():
                 self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
     def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
-        function = self.compiled(self.program(split.batch), split.table, steps=steps, size=split.size)
+        function = self.compiled(self.program(split.batch), split.table, steps=steps)
         while len(self._in_flight) >= split.run_ahead:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))

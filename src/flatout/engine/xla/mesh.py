@@ -85,7 +85,6 @@ class MeshSharding:
         *,
         steps: int | None = None,
         table: jax.Array | None = None,
-        size: tuple[int, int] | None = None,
     ) -> jax.stages.Lowered:
         """Return the training step, ready to be compiled for the devices.
 
@@ -93,12 +92,11 @@ class MeshSharding:
             state: any state of the right shapes.
             steps: the steps of `Program.train_steps`; None for `Program.train_step`.
             table: the images on the devices; None if they are streamed from the host.
-            size: see `Program.train_step`.
         """
         inputs = program.example_inputs(is_resident=table is not None, steps=steps)
         of_state, tables = self.of_state(state), () if table is None else (table,)
         jitted = jax.jit(
-            functools.partial(program.train_step if steps is None else program.train_steps, size=size),
+            program.train_step if steps is None else program.train_steps,
             in_shardings=(
                 of_state,
                 self.of_inputs(inputs, stacked=steps is not None),

@@ -19,7 +19,7 @@ from torch import nn
 from flatout.config import Recipe
 from flatout.engine import augment, pixels
 from flatout.engine.xla import optim
-from flatout.engine.xla.augment import Augmentation, mix, reduced
+from flatout.engine.xla.augment import Augmentation, mix
 from flatout.engine.xla.function import Function, SampleMask
 from flatout.engine.xla.keras import KerasFunction
 from flatout.models.features import caught
@@ -217,13 +217,12 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(
-        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None
     ) -> tuple[State, jax.Array]:
         """Update the state from one batch.
 
         Args:
             table: uint8 or uint16 [N, H, W, C], the images, if `inputs.images` are row indices; else None.
-            size: height and width that the images are reduced to; None for the recipe's.
 
         Returns:
             The new state; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
@@ -234,8 +233,6 @@ class Program:
             images, partner_targets, transforms = inputs.partners
             partners = self._augment(_images(images, table), transforms, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
-        if self._cut is None:
-            x = reduced(x, size or self._recipe.image_sides)
         network = self._training(x.shape)
         # Avoids the gradient of 0 / 0 in a batch that is only padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
@@ -271,14 +268,14 @@ class Program:
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
     def train_steps(
-        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None
     ) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has an additional leading dimension.
 
         Returns:
             The new state, and the sums of the steps, [steps, 4].
         """
-        return jax.lax.scan(lambda state, one: self.train_step(state, one, table, size=size), state, inputs)
+        return jax.lax.scan(lambda state, one: self.train_step(state, one, table), state, inputs)
 
     def evaluate(
         self,
