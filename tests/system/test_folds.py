@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from flatout.report.page import draw_all
-from tests.system.conftest import eventually
 
 SETTINGS: dict[str, Any] = {
     "epochs": 2,
@@ -219,20 +216,6 @@ def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> No
     resumed = flatout.fit(Dying(tmp_path / "marker"), squares(), **settings, resume=True)
     assert (tmp_path / "run" / "fold-1" / "weights.safetensors").stat() == first
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    listed, out = photos(tmp_path / "photos"), tmp_path / "run"
-    flags = ["--model", "fashion-cnn", "--epochs", "30", "--devices", "cpu", "--set", "image_size=28"]
-    words = ["train", str(listed), "--folds", "2", *flags, "--set", "data.label_column=label", "--out", str(out)]
-    with subprocess.Popen([sys.executable, "-m", "flatout", *words], stdout=subprocess.DEVNULL) as process:
-        assert eventually(lambda: (out / "fold-1" / "metrics.jsonl").exists(), 60)
-        process.kill()
-    assert command(*words, "--resume") == 0
-    summary = flatout.load(out).summary
-    assert [fold["epochs_trained"] for fold in summary["folds"]] == [30, 30]
-    assert command("predict", out, tmp_path / "photos" / "0.png") == 0
 
 
 def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:

@@ -98,9 +98,7 @@ def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])
-def test_more_epochs_continue_the_schedule_of_the_longer_run(
-    schedule: str, data: Path, tmp_path: Path
-) -> None:
+def test_more_epochs_continue_the_schedule_of_the_longer_run(schedule: str, data: Path, tmp_path: Path) -> None:
     """The rates are those of a run that had all epochs from the start."""
     chosen = ["--set", f"schedule.name={schedule}", "--lr", "0.01"]
     assert main(command(data, tmp_path / "run", *chosen, "--epochs", "4")) == 0

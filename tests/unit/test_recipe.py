@@ -15,7 +15,8 @@ from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
-START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data={})
+FACTS = {"classes": ["a", "b"]}
+START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data=FACTS)
 
 
 PUBLISHED = {
@@ -178,13 +179,13 @@ def test_the_base_batch_belongs_to_the_rate_and_the_scaling_to_the_optimizer() -
 
 @pytest.mark.parametrize("changes", [{"shard": "full"}, {"micro_batch": 8}])
 def test_a_run_may_go_on_with_other_memory_settings(changes: dict[str, object]) -> None:
-    START.check_resumable(BASE.override(changes), {}, print)
+    START.check_resumable(BASE.override(changes), FACTS, print)
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.0}, {"optimizer.lr_base_batch": 16}])
 def test_a_run_may_not_go_on_with_other_dropout_or_another_rate(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(changes))):
-        START.check_resumable(BASE.override(changes), {}, print)
+        START.check_resumable(BASE.override(changes), FACTS, print)
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,6 @@ def test_a_smaller_batch_scales_down_and_warms_up_as_ever(warmup: float) -> None
     assert small == [rate / 4 for rate in rates({"schedule.warmup_epochs": warmup})]
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "step", "one-cycle"])
-def test_the_batch_that_the_rate_was_chosen_for_changes_nothing(name: str) -> None:
-    assert rates({"optimizer.lr_base_batch": 4, "schedule.name": name}) == rates({"schedule.name": name})
-
-
 @pytest.mark.parametrize("name", ["cosine", "step"])
 def test_schedules_start_from_the_scaled_rate_after_the_warm_up(name: str) -> None:
     changes = {"schedule.name": name, "schedule.warmup_epochs": 1.0}

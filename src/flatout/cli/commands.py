@@ -97,9 +97,9 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.distributed.environment import Hosts
     from flatout.engine.devices import parse_devices
     from flatout.train import claim
+    from flatout.train.callbacks import callbacks_of
     from flatout.train.recipes import resolve, start_of
     from flatout.train.request import Options, TrainRequest, check
-    from flatout.train.callbacks import callbacks_of
 
     engine = engine_of(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}

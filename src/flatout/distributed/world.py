@@ -158,7 +158,7 @@ class World:
         self.watch = current_watch()
         self.control = Control(self)
         self._memory: SharedMemory | None = None
-        self._objects: dist.ProcessGroup | None = None
+        self._objects: Any = None
         self._owns_group = False
 
     @property

@@ -141,9 +141,7 @@ class CallbackRunner:
                 # The first frame is this one.
                 frame = frames[min(1, len(frames) - 1)]
                 text = "".join(traceback.format_exception_only(error)).strip()
-                failure = CallbackFailed(
-                    f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})"
-                )
+                failure = CallbackFailed(f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})")
                 failure.__cause__ = error
                 return failure
         return ended

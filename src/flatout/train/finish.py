@@ -225,9 +225,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, fou
     save_tensors(context.run_dir / run_files.WEIGHTS, tensors, metadata)
 
 
-def _summary(
-    context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended
-) -> dict[str, Any]:
+def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> dict[str, Any]:
     """Return the content of summary.json; `results` include thresholds and temperature."""
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)

@@ -194,7 +194,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         elif hasattr(value, "item") and not getattr(value, "shape", ()):  # a NumPy or torch number
-            value = value.item()
+            value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         if key in ("class_weight", "class_weights") and isinstance(value, Mapping):
             added = {"class_weights": _class_weights(value)}
         elif isinstance(value, Mapping):

@@ -97,10 +97,12 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
     recipe = _named_recipe(job)
     if recipe is not None:
         return recipe.override(changes), True
-    # The generated recipe determines whether these are possible, unless the user also sets what they depend on.
-    later = dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
-    known = {key: value for key, value in changes.items() if later.get(key, key) in changes}
-    return with_settings({"linear_probe": True, **known}), False
+    known = {"linear_probe": True, **changes}
+    if "optimizer.name" not in changes:
+        # The generated recipe determines whether these are possible.
+        known.pop("optimizer.nesterov", None)
+        known.pop("optimizer.dampening", None)
+    return with_settings(known), False
 
 
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:

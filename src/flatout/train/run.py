@@ -41,7 +41,7 @@ from flatout.train.prepare import (
 )
 from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
-from flatout.train.request import Options, TrainRequest, check
+from flatout.train.request import TrainRequest, check
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed

@@ -216,9 +216,7 @@ class Program:
             average = Average(np.asarray(self._recipe.averaged_steps, np.float32), dict(trained), dict(buffers))
         return State(trained, frozen, buffers, optimizer, average)
 
-    def train_step(
-        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None
-    ) -> tuple[State, jax.Array]:
+    def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Update the state from one batch.
 
         Args:
@@ -267,9 +265,7 @@ class Program:
         average = state.average and state.average.update(trained, buffers, self._recipe.ema)
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
-    def train_steps(
-        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None
-    ) -> tuple[State, jax.Array]:
+    def train_steps(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has an additional leading dimension.
 
         Returns:
