@@ -60,8 +60,6 @@ def test_the_page_is_self_contained_and_escapes_names(looked: Path):
     assert "<script>alert" not in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
     assert page.count('<div class="first">') == 6, "augmented images"
-    with Image.open(looked / "look.png") as picture:
-        assert picture.width > 500
 
 
 def test_augmented_images_are_those_of_training():
@@ -100,7 +98,7 @@ def test_other_tasks_and_notebooks(task: str):
     look = flatout.look(images, labels, task=task, quiet=True)
     assert look.source.task == task
     assert look.figures["blank"] == ["train[4]"]
-    assert [group.count for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
+    assert [group.size for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
     assert look._repr_html_().startswith("<div><iframe srcdoc=")
 
 
@@ -110,4 +108,4 @@ def test_thousands_of_classes_are_a_selection():
     groups = look.groups()
     assert len(groups) == 20
     assert groups[0].name == "7"
-    assert groups[0].count == 51
+    assert groups[0].size == 51

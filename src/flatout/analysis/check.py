@@ -19,9 +19,9 @@ from flatout.analysis.images import (
     EXTREME,
     MIN_CONTRAST,
     Headers,
+    figures,
     format_sizes,
     headers_of_arrays,
-    label_figures,
     label_of,
     name_of,
     reduce_arrays,
@@ -65,13 +65,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     An image is `{name, split, class_name}`: its file, or split[index] for arrays, and its label in words.
 
     Returns:
-        kind, path, task, notes: see `ImageDataset`.
-        images: split -> number of images.
-        counts: split -> class -> number of images; without classes in regression.
-        numbers: split -> smallest, median and largest label of a regression; empty otherwise.
-        widths, heights: smallest, median and largest in pixels, of the readable images; None without any.
-        shapes: height x width, such as 480x640 -> number of images.
-        modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
+        Those of `figures`, and:
         unreadable: `{name, reason}` of the files that cannot be used as images.
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
         across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
@@ -95,11 +89,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     duplicates = [[sample(i) for i in group] for group in groups.values() if len(group) > 1]
     extreme = sorted(headers.extreme().tolist())
     return {
-        "kind": source.kind,
-        "path": str(source.path) if source.path is not None else None,
-        "task": source.task,
-        **label_figures(source),
-        **headers.figures(),
+        **figures(source, headers),
         "unreadable": [{"name": name_of(source, i), "reason": reason} for i, reason in headers.unreadable.items()],
         "duplicates": duplicates,
         "across_splits": [group for group in duplicates if differ(group, "split")],
@@ -108,7 +98,6 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
         "divided_groups": _divided_groups(source),
         "extreme": [f"{name_of(source, i)} ({headers.widths[i]}x{headers.heights[i]})" for i in extreme],
         "small_classes": {name: n for name, n in source.class_counts("train").items() if n < FEW_IMAGES},
-        "notes": list(source.notes),
     }
 
 

@@ -6,7 +6,7 @@ Shape letters: N images of the data set, M of them, V views, H height, W width, 
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,21 +72,9 @@ class Headers:
         found = np.flatnonzero(deviation >= math.log(EXTREME) * (1 - 1e-12))
         return readable[found[np.argsort(-deviation[found], kind="stable")]]
 
-    def figures(self) -> dict[str, Any]:
-        """Return `widths` and `heights` (smallest, median, largest), `shapes` (height x width -> number), `modes`."""
-        sides = np.stack([self.heights, self.widths], axis=1)[self.widths > 0]
-        shapes, counts = np.unique(sides, axis=0, return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return {
-            "widths": _range_of(sides[:, 1]),
-            "heights": _range_of(sides[:, 0]),
-            "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
-            "modes": self.modes,
-        }
 
-
-def format_sizes(figures: dict[str, Any]) -> list[str]:
-    """Return the widths and heights of `Headers.figures` as lines of text."""
+def format_sizes(figures: Mapping[str, Any]) -> list[str]:
+    """Return the widths and heights of `figures` as lines of text."""
     named = {"width: ": figures["widths"], "height:": figures["heights"]}
     return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
 
@@ -248,26 +236,47 @@ def name_of(source: ImageDataset, index: int) -> str:
     return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
 
 
-def label_of(source: ImageDataset, index: int, *, empty: str = "none") -> str:
-    """Return the label of an image in words; `empty` for a multi-label image without classes."""
+def label_of(source: ImageDataset, index: int) -> str:
+    """Return the label of an image in words."""
     label = source.labels[index]
     if source.task == "regression":
         return f"{label:g}"
     if source.task == "multi-label":
-        return "|".join(source.classes[i] for i in label.nonzero()[0]) or empty
+        return "|".join(source.classes[i] for i in label.nonzero()[0]) or "none"
     return source.classes[label]
 
 
-def label_figures(source: ImageDataset) -> dict[str, Any]:
-    """Return `images` of each split, `counts` by class, and of a regression `numbers`: smallest, median, largest."""
+def figures(source: ImageDataset, headers: Headers) -> dict[str, Any]:
+    """Return what `check` and `look` both report of a data set.
+
+    Returns:
+        kind, path, task, notes: see `ImageDataset`.
+        images: split -> number of images.
+        counts: split -> class -> number of images; without classes in regression.
+        numbers: split -> smallest, median and largest label of a regression; empty otherwise.
+        widths, heights: smallest, median and largest in pixels, of the readable images; None without any.
+        shapes: height x width, such as 480x640 -> number of images.
+        modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
+    """
     numbers = {}
     if source.task == "regression":
         values = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
         numbers = {split: (part[0], median_low(part), part[-1]) for split, part in values.items()}
+    sides = np.stack([headers.heights, headers.widths], axis=1)[headers.widths > 0]
+    shapes, counts = np.unique(sides, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
     return {
+        "kind": source.kind,
+        "path": None if source.path is None else str(source.path),
+        "task": source.task,
         "images": {split: stop - start for split, (start, stop) in source.splits.items()},
         "numbers": numbers,
         "counts": {split: source.class_counts(split) for split in source.splits},
+        "widths": _range_of(sides[:, 1]),
+        "heights": _range_of(sides[:, 0]),
+        "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
+        "modes": headers.modes,
+        "notes": list(source.notes),
     }
 
 

@@ -409,7 +409,7 @@ def _folder(run: Path | str) -> Path:
 
 @command(
     "DATA",
-    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine --allow-untested"
+    "--data --labels --minutes --job --model --epochs --seed --devices --engine --allow-untested"
     " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
@@ -422,7 +422,7 @@ def do_check(args: Namespace, console: Console) -> Output:
     from flatout.data.build import find
     from flatout.data.source import ImageDataset
 
-    if args.labels or args.apply or args.suggestions:
+    if args.labels:
         return _check_labels(args, console)
     only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
     if given := next((name for name in only_labels if getattr(args, name) is not None), None):
@@ -443,8 +443,6 @@ def _check_labels(args: Namespace, console: Console) -> Output:
         args.data,
         changes,
         out=args.out,
-        apply=args.apply,
-        suggestions=args.suggestions,
         minutes=args.minutes,
         devices=args.devices,
         engine=engine_of(args),
