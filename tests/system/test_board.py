@@ -1,6 +1,5 @@
 """The board: runs found below a folder, answered over HTTP, and the page in a browser."""
 
-import asyncio
 import io
 import json
 import os
@@ -30,7 +29,6 @@ from flatout.data.pack import open_pack
 from flatout.train import monitor
 from flatout.train.progress import Progress
 from flatout.utils import run_files
-from flatout.utils.errors import InputError
 from tests.unit.runs import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]
@@ -41,7 +39,7 @@ HOST = "http://127.0.0.1:80"
 
 def ids(store: RunStore) -> dict[str, str]:
     store.refresh()
-    return {row["id"]: row["status"] for row in store.since(0)["runs"]}
+    return {row["id"]: row["status"] for row in store.content()["runs"]}
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +90,7 @@ def store(every_run: Path) -> RunStore:
 
 @pytest.fixture(scope="module")
 def client(store: RunStore) -> Iterator[TestClient]:
-    made = board.make_app(store, TOKEN, classify=lambda run, content: {"predictions": [], "size": len(content)})
-    with TestClient(made, base_url=HOST, raise_server_exceptions=False) as client:
+    with TestClient(board.make_app(store, TOKEN), base_url=HOST, raise_server_exceptions=False) as client:
         assert client.get("/", params={"token": TOKEN}).status_code == 200
         yield client
 
@@ -113,7 +110,7 @@ def test_runs_are_found_and_judged(store: RunStore) -> None:
         "sweep/unfinished": "incomplete",
         "empty": "incomplete",
     }
-    rows = {row["id"]: row for row in store.since(0)["runs"]}
+    rows = {row["id"]: row for row in store.content()["runs"]}
     problems = {name: " ".join(row["problems"]) for name, row in rows.items()}
     assert "newer than this one" in problems["newer"]
     assert "summary.json cannot be read" in problems["sweep/damaged"]
@@ -137,7 +134,7 @@ def test_only_changes_are_read_and_sent(tmp_path: Path, monkeypatch: pytest.Monk
     runs = tmp_path / "runs"
     store = RunStore(runs)
     assert ids(store) == {}
-    assert store.since(0)["exists"] is False
+    assert store.content()["exists"] is False
     runs.mkdir()
     for name in "abc":
         write_run(runs / name, CLASSES)
@@ -150,29 +147,12 @@ def test_only_changes_are_read_and_sent(tmp_path: Path, monkeypatch: pytest.Monk
     read.clear()
     store.refresh()
     assert not read
-    assert store.since(version)["runs"] == []
+    assert store.content(version) == {"version": version}
     run_files.write_metrics(runs / "b" / "metrics.jsonl", [epoch_line(e) for e in range(1, 7)])
     store.refresh()
     assert {path.name for path in read} == {"b"}
-    assert [row["epochs_trained"] for row in store.since(version)["runs"]] == [6]
-
-
-def test_a_page_that_stays_open_gets_all_runs_after_a_restart(tmp_path: Path) -> None:
-    """Versions of a board that was started later are larger, whatever has happened before."""
-    write_run(tmp_path / "a", CLASSES)
-    run = write_run(tmp_path / "b", CLASSES)
-    first = RunStore(tmp_path)
-    for epochs in range(1, 20):
-        run_files.write_metrics(run / "metrics.jsonl", [epoch_line(epoch) for epoch in range(1, epochs + 1)])
-        first.refresh()
-    version = first.since(0)["version"]
-    second = RunStore(tmp_path)
-    second.refresh()
-    changes = second.since(version)
-    assert changes["is_whole"]
-    assert {row["id"] for row in changes["runs"]} == {"a", "b"}
-    assert changes["charts"] == []
-    assert not second.since(changes["version"])["is_whole"]
+    assert {row["id"]: row["epochs_trained"] for row in store.content(version)["runs"]} == {"a": 4, "b": 6, "c": 4}
+    assert RunStore(runs).version > store.version, "pages that stay open after a restart get everything"
 
 
 def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
@@ -272,7 +252,7 @@ def test_cells_of_the_confusion_matrix_lead_to_images(client: TestClient) -> Non
         assert len(page["samples"]) == min(7, number)
         assert {s["actual"] for s in page["samples"]} == {CLASSES[actual]}
         assert {s["predicted"] for s in page["samples"]} == {CLASSES[predicted]}
-    wrong = client.get("/api/samples", params={"run": "packed", "show": "wrong", "order": "unsure"}).json()
+    wrong = client.get("/api/samples", params={"run": "packed"}).json()
     assert wrong["total"] == 20
     assert not any(s["right"] for s in wrong["samples"])
 
@@ -282,23 +262,28 @@ def test_images_are_those_of_the_packs_rows_or_of_the_report(client: TestClient)
         answer = client.get("/api/image", params={"run": "packed", "index": index})
         with Image.open(io.BytesIO(answer.content)) as image:
             assert image.getpixel((0, 0)) == (4 * ((59 - index) % 30), 0, 0)
-    assert "Only the 50 images of the report" in client.get("/api/answers", params={"run": "plain"}).json()["images"]
-    page = client.get("/api/samples", params={"run": "plain", "order": "data"}).json()
-    assert [s["image"] for s in page["samples"]] == [True] * 50 + [False] * 10
+    assert client.get("/api/answers", params={"run": "packed"}).json()["kept"] is None
+    assert client.get("/api/answers", params={"run": "plain"}).json()["kept"] == 50
+    shown = [s for s in client.get("/api/samples", params={"run": "plain"}).json()["samples"]]
+    assert [s["image"] for s in shown] == [s["i"] < 50 for s in shown]
     assert client.get("/api/image", params={"run": "plain", "index": 3}).headers["content-type"] == "image/png"
     assert client.get("/api/image", params={"run": "plain", "index": 55}).status_code == 404
 
 
-def test_a_pack_that_is_gone_or_another_is_named(every_run: Path, tmp_path: Path) -> None:
+def test_a_pack_that_is_gone_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", CLASSES)
     arrays = dict(np.load(run / "predictions.npz"))
     np.savez(run / "predictions.npz", **arrays, row=np.arange(60))
-    summary = json.loads((run / "summary.json").read_text())
-    for number, pack in enumerate((tmp_path / "none", every_run.parent / "the.pack")):
-        content = summary | {"pack": str(pack), "pack_fingerprint": "0"}
-        (run / "summary.json").write_text(json.dumps(content))
-        os.utime(run / "predictions.npz", ns=(0, number))  # as a new one
-        assert "not in the cache; flatout evaluate" in read_stored(run).why
+    summary = json.loads((run / "summary.json").read_text()) | {"pack": str(tmp_path / "none")}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert read_stored(run).summary()["kept"] == 50
+
+
+def test_only_changed_files_of_a_run_are_sent(client: TestClient) -> None:
+    first = client.get("/api/changes", params={"run": "plain"}).json()
+    assert [line["epoch"] for line in first["metrics"]] == [1, 2, 3, 4]
+    again = client.get("/api/changes", params={"run": "plain", **first["stamps"]}).json()
+    assert again == {"stamps": first["stamps"]}
 
 
 @pytest.mark.parametrize(
@@ -307,10 +292,9 @@ def test_a_pack_that_is_gone_or_another_is_named(every_run: Path, tmp_path: Path
         ("run", {"run": "nowhere"}, "nowhere: there is no such run"),
         ("file", {"run": "plain", "name": "../plain/summary.json"}, "there is no"),
         ("file", {"run": "plain", "name": "summary.json"}, "there is no summary.json"),
-        ("events", {"run": "plain", "log": "../../x"}, "is not a run log"),
-        ("events", {"since": "abc"}, "since = 'abc': must be a whole number"),
-        ("samples", {"run": "packed", "show": "some"}, "show is all, wrong or right"),
-        ("image", {"run": "packed", "index": 60}, "there is no image 60"),
+        ("changes", {"run": "plain", "name": "rank-/../../x.log"}, "is not a run log"),
+        ("runs", {"version": "abc"}, "version = 'abc': must be a whole number"),
+        ("image", {"run": "packed", "index": 60}, "image 60 was not kept"),
         ("answers", {"run": "empty"}, "no epoch was finished"),
     ],
 )
@@ -318,55 +302,6 @@ def test_a_wrong_request_gets_a_message(client: TestClient, path: str, values: d
     answer = client.get(f"/api/{path}", params=values)
     assert answer.status_code == 404
     assert message in answer.json()["error"]
-
-
-def test_an_image_is_classified(client: TestClient, every_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def classify(content: bytes) -> dict[str, Any]:
-        return client.post("/api/classify", params={"run": "plain"}, content=content).json()
-
-    assert classify(b"12345") == {"predictions": [], "size": 5}
-    assert "empty" in classify(b"")["error"]
-    monkeypatch.setattr(board, "MAX_UPLOAD_BYTES", 4)
-    assert "has more than" in classify(b"12345")["error"]
-    assert client.get("/api/classify", params={"run": "plain"}).status_code == 405
-    with pytest.raises(InputError, match=r"weights\.safetensors is missing"):
-        board.classify_image(every_run / "plain", b"no image")
-
-
-def test_few_uploads_are_received_at_a_time_and_not_for_ever(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploads that never end hold little memory, and the next one is answered after their time."""
-    monkeypatch.setattr(board, "UPLOAD_SECONDS", 0.5)
-    app = board.make_app(store, TOKEN, classify=lambda run, content: {"size": len(content)})
-    scope = {
-        "type": "http", "method": "POST", "path": "/api/classify", "query_string": b"run=plain", "server": ("x", 80),
-        "headers": [(b"host", b"localhost"), (b"cookie", f"flatout-board-80={TOKEN}".encode())],
-    }  # fmt: skip
-    received = 0
-
-    async def upload(*parts: bytes) -> int:
-        waiting, status = list(parts), 0
-
-        async def receive() -> dict[str, Any]:
-            nonlocal received
-            if not waiting:
-                await asyncio.sleep(60)
-            received += 1
-            return {"type": "http.request", "body": waiting.pop(0), "more_body": parts == (b"unfinished",)}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        await app(dict(scope), receive, send)
-        return status
-
-    async def run() -> list[int]:
-        unfinished = [asyncio.create_task(upload(b"unfinished")) for _ in range(6)]
-        await asyncio.sleep(0.2)
-        assert received == board.UPLOADS_AT_ONCE
-        return await asyncio.gather(upload(b"whole"), *unfinished)
-
-    assert asyncio.run(run()) == [200, *[404] * 6]
 
 
 def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -515,19 +450,11 @@ def test_a_cell_opens_its_images(page: Any) -> None:
     title = page.get_attribute(".confusion button.miss >> nth=0", "title")
     actual, rest = title.split(" taken for ")
     predicted, number = rest.rsplit(": ", 1)
-    assert page.inner_text(".gallery-tools .total") == f"{number} images"
+    page.wait_for_selector(f"#gallery h2:text-is('{actual} / {predicted}')")
+    assert page.inner_text("#gallery .total") == f"{number} images"
     labels = page.eval_on_selector_all(".tile .label", "all => all.map(one => one.textContent)")
-    assert set(labels) == {f"{actual} / {predicted}"}
-    assert page.evaluate(
-        "[...document.querySelectorAll('.tile img')].every(i => i.complete ? i.naturalWidth == 8 : true)"
-    )
-    page.click(".tile >> nth=0")
-    page.wait_for_selector("dialog[open] .bars li")
-    first = page.inner_text("dialog .quiet")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("text => document.querySelector('dialog .quiet').textContent != text", arg=first)
-    page.keyboard.press("Escape")
-    assert not page.query_selector("dialog[open]")
+    assert labels == [f"{actual} / {predicted}"] * int(number)
+    page.wait_for_function("[...document.querySelectorAll('.tile img')].some(i => i.naturalWidth == 8)")
 
 
 @in_browser
@@ -577,7 +504,6 @@ VIEWS = {
     "#/run/packed": ".curve canvas",
     "#/run/packed/predictions": ".confusion",
     "#/run/packed/log": ".log",
-    "#/run/packed/classify": ".drop",
     "#/compare/packed/other": "table.compare code",
     "#/charts": ".empty",
 }
@@ -641,35 +567,4 @@ def test_a_port_in_use(served: Served, tmp_path: Path, serve: Callable[..., Serv
     board = serve(tmp_path, "--port", str(served.port))
     assert board.port > served.port
     assert f"port {served.port} is in use: using {board.port}" in board.said
-    assert board.end()[0] == 130
-
-
-@in_browser
-def test_the_first_run_appears_and_answers_an_image(
-    browser: Any, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page is open before there is a folder; then one of the run's images is classified."""
-    from sklearn.datasets import load_digits
-
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    board = serve(tmp_path / "runs", "--port", "0")
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(board.url)
-    page.wait_for_selector("text=This folder does not exist yet.")
-    out = tmp_path / "runs" / "digits"
-    assert main(["train", "digits", "--epochs", "1", "--devices", "cpu", "--out", str(out)]) == 0
-    page.wait_for_selector('tr[data-id="digits"] .is-finished')
-    summary = json.loads((out / "summary.json").read_text())
-    assert page.inner_text('tr[data-id="digits"] .c-score').strip() == f"{summary['test_accuracy']:.4f}"
-    digits: Any = load_digits()
-    Image.fromarray((digits.images[0] * 255 / 16).round().astype("uint8")).save(tmp_path / "zero.png")
-    page.click('tr[data-id="digits"]')
-    page.click("#tab-classify")
-    page.set_input_files("input[type=file]", str(tmp_path / "zero.png"))
-    page.wait_for_selector(".bars li", timeout=120_000)
-    assert len(page.query_selector_all(".bars li")) == 5
-    page.set_input_files("input[type=file]", str(out / "recipe.toml"))
-    page.wait_for_selector(".asked .stopped")
-    context.close()
     assert board.end()[0] == 130
