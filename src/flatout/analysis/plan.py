@@ -13,8 +13,8 @@ import numpy as np
 
 from flatout.analysis.gpu import chips_named
 from flatout.analysis.output import check_free, make_folder
-from flatout.analysis.roofline import Work, estimate
-from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
+from flatout.analysis.roofline import Work, estimate, parse_topologies
+from flatout.analysis.tpu import compiler_versions, tpu_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
 from flatout.utils import style
@@ -286,8 +286,6 @@ def _remarks(result: Row, row: Row) -> list[str]:
             f"{row['devices']} devices cannot share a batch of {batch} evenly; {row['padding_fraction']:.1%} of the"
             f" work is padding. A batch of {row['batch_padded']:,} costs the same"
         )
-    if row["host_transfers"]:
-        found.append(f"the program waits for the host {len(row['host_transfers'])} times in each step")
     return found
 
 
