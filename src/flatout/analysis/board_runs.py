@@ -26,9 +26,7 @@ from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
 from flatout.inference.predictions import pack_images
 from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
-from flatout.tasks import task_named
-from flatout.tasks.base import Task
-from flatout.tasks.single_label import confusion
+from flatout.tasks import Task, confusion, task_named
 from flatout.train.claim import Holder, holder
 from flatout.utils import run_files
 from flatout.utils.errors import InputError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout import tasks
 from flatout.data.batches import Split
 from flatout.report.html import data_uri, thumbnail
 from flatout.utils import run_files
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
     from flatout.inference.run import Run
-    from flatout.tasks.base import Task
+    from flatout.tasks import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -267,13 +268,10 @@ def top_losses(run: "Run", count: int) -> StoredPredictions:
 
 def confusion(run: "Run") -> Confusion:
     """See `Run.confusion`."""
-    from flatout.tasks.single_label import SingleLabel
-    from flatout.tasks.single_label import confusion as count
-
-    if not isinstance(run.task, SingleLabel):
+    if run.task.name != "single-label":
         raise InputError(f"{run.path}: confusion() needs one class for each image; show() has the tables of this task")
     found, picture = _stored(run), run.path / run_files.PICTURES[2]
-    counts = count(found.predicted, found.labels, len(run.classes))
+    counts = tasks.confusion(found.predicted, found.labels, len(run.classes))
     return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
 
 

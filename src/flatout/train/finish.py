@@ -28,7 +28,7 @@ from flatout.utils.host import installed, peak_rss_bytes
 
 if TYPE_CHECKING:
     from flatout.engine.base import Evaluation
-    from flatout.tasks.base import Task
+    from flatout.tasks import Task
     from flatout.train.head_stage import HeadStage
 
 

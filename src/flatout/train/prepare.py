@@ -136,7 +136,7 @@ def resolve_auto_values(
         continued: the recipe of the continued run; None in a new run.
     """
     from flatout.data.batches import measure
-    from flatout.tasks.regression import statistics
+    from flatout.tasks import statistics
 
     if not recipe.data.bits:
         recipe = recipe.override({"data.bits": pack.bits})
