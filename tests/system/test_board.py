@@ -49,7 +49,7 @@ def every_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     write_run(folder / "plain", CLASSES)
     write_run(folder / HOSTILE, CLASSES, notes=["<b>"])
-    write_run(folder / "newer", CLASSES, versions={"flatout": "99.0"})
+    write_run(folder / "newer", CLASSES)
     write_run(folder / "diverged", CLASSES, stopped="failed: training diverged")
     (folder / "sweep").mkdir()
     write_run(folder / "sweep" / "damaged", CLASSES).joinpath("summary.json").write_text("{ this is cut")
@@ -59,8 +59,8 @@ def every_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "empty" / "recipe.toml").write_text('job = "mine"')
     (folder / "scaled").mkdir()
-    (folder / "scaled" / "scaling.json").write_text(json.dumps({"job": "digits", "findings": ["Twice as fast."]}))
-    (folder / "scaled" / "scaling.png").write_bytes(b"\x89PNG")
+    (folder / "scaled" / "scaling.json").write_text("{}")
+    (folder / "scaled" / "recipe.toml").write_text('job = "mine"')
     with_pack(write_run(folder / "packed", CLASSES), folder.parent)
     return folder
 
@@ -112,7 +112,6 @@ def test_runs_are_found_and_judged(store: RunStore) -> None:
     }
     rows = {row["id"]: row for row in store.content()["runs"]}
     problems = {name: " ".join(row["problems"]) for name, row in rows.items()}
-    assert "newer than this one" in problems["newer"]
     assert "summary.json cannot be read" in problems["sweep/damaged"]
     assert "epochs is text" in problems["sweep/typed"]
     assert "the run did not finish" in problems["sweep/unfinished"]
@@ -222,16 +221,12 @@ def test_other_hosts_and_sites_are_refused(client: TestClient, name: str, value:
     assert "script-src 'self'" in client.get("/").headers["content-security-policy"]
 
 
-def test_runs_charts_and_differences_over_http(client: TestClient, every_run: Path) -> None:
+def test_runs_and_differences_over_http(client: TestClient, every_run: Path) -> None:
     found = client.get("/api/runs").json()
     assert len(found["runs"]) == 9
-    assert [(chart["id"], chart["kind"], chart["findings"]) for chart in found["charts"]] == [
-        ("scaled", "scaling", ["Twice as fast."])
-    ]
     details = client.get("/api/run", params={"run": "plain"}).json()
     assert details["flat"]["optimizer.lr"] == 0.05
     assert client.get("/api/run", params={"run": "sweep/typed"}).json()["flat"]["model"] == "cnn"
-    assert client.get("/api/file", params={"run": "scaled", "name": "scaling.png"}).content == b"\x89PNG"
     recipe = every_run / "newer" / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("lr = 0.05", "lr = 0.5") + '\n[future]\nkey = "new"\n')
     found = client.get("/api/compare", params={"run": ["plain", "newer"]}).json()
@@ -372,7 +367,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "numbers", CLASSES, task="regression", test_mae=1234.5, test_r2=0.5)
     write_run(folder / HOSTILE, CLASSES, notes=["<b>bold</b>"])
     write_run(folder / "broken", CLASSES).joinpath("summary.json").write_text("{ this is cut")
-    write_run(folder / "newer", CLASSES, versions={"flatout": "99.0"})
+    write_run(folder / "failed", CLASSES, stopped="failed: training diverged")
     text = (folder / "other" / "recipe.toml").read_text()
     (folder / "other" / "recipe.toml").write_text(text.replace("lr = 0.05", "lr = 0.5"))
     return folder
@@ -422,7 +417,7 @@ def names(page: Any) -> list[str]:
 @in_browser
 def test_the_table_is_searched_filtered_and_sorted(page: Any) -> None:
     assert "token" not in page.url
-    assert set(names(page)) == {"packed", "other", "numbers", HOSTILE, "broken", "newer"}
+    assert set(names(page)) == {"packed", "other", "numbers", HOSTILE, "broken", "failed"}
     assert page.inner_text(f'tr[data-id="{HOSTILE}"] .c-name').strip() == HOSTILE
     page.click("thead .c-score button")
     assert page.get_attribute("thead .c-score", "aria-sort") == "descending"
@@ -434,8 +429,8 @@ def test_the_table_is_searched_filtered_and_sorted(page: Any) -> None:
     page.keyboard.press("Escape")
     page.click("text=Attention")
     page.wait_for_function("document.querySelectorAll('tr[data-id]').length == 2")
-    assert set(names(page)) == {"broken", "newer"}
-    assert "newer than this one" in page.get_attribute('tr[data-id="newer"] .status', "title")
+    assert set(names(page)) == {"broken", "failed"}
+    assert "training diverged" in page.get_attribute('tr[data-id="failed"] .status', "title")
     page.select_option("select[aria-label=Job]", "another")
     assert "No run matches" in page.inner_text("main")
 
@@ -505,7 +500,6 @@ VIEWS = {
     "#/run/packed/predictions": ".confusion",
     "#/run/packed/log": ".log",
     "#/compare/packed/other": "table.compare code",
-    "#/charts": ".empty",
 }
 
 

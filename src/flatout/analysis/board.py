@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
-from flatout.analysis.board_runs import CHARTS, RunStore, compare_runs, read_changes, read_stored, run_details
+from flatout.analysis.board_runs import RunStore, compare_runs, read_changes, read_stored, run_details
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -46,7 +46,7 @@ POLICY = (
 )
 # A report has its own policy, without access to the board.
 FILE_POLICY = "sandbox allow-scripts allow-popups"
-SERVED = {run_files.REPORT, *run_files.PICTURES, *(picture for _, _, picture in CHARTS)}
+SERVED = {run_files.REPORT, *run_files.PICTURES}
 STATIC = Path(__file__).parent / "static"
 STYLE = Path(report.__path__[0]) / "style.css.j2"
 NO_TOKEN = "This page needs its token: open the address that `flatout board` has printed.\n"

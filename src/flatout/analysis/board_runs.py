@@ -19,10 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout import __version__
-from flatout.analysis.lr_finder import LR_CHART, LR_RESULT
-from flatout.analysis.plan import PLAN_CHART, PLAN_RESULT
-from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
+from flatout.analysis.scale import SCALE_RESULT
 from flatout.inference.predictions import pack_images
 from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
@@ -40,12 +37,6 @@ SILENT_SECONDS = 120.0
 # A folder changed this recently may change again with the same time.
 CLOCK_SECONDS = 0.1
 SPARK_POINTS = 32
-# Charts of other commands, with their figures: kind, file of figures, picture.
-CHARTS = (
-    ("scaling", SCALE_RESULT, SCALE_CHART),
-    ("plan", PLAN_RESULT, PLAN_CHART),
-    ("learning rate", LR_RESULT, LR_CHART),
-)
 _OF_A_RUN = {METRICS, SUMMARY, WEIGHTS}
 _NOT_RUNS = {run_files.CHECKPOINTS, run_files.LOGS}
 # Metrics on a run's page, except for the main one.
@@ -64,7 +55,7 @@ KEPT_RUNS, MAX_IMAGES = 4, 200
 
 
 class RunStore:
-    """The runs below a folder and their charts, as plain values.
+    """The runs below a folder, as plain values.
 
     Attributes:
         root: the folder; it may appear later.
@@ -78,23 +69,21 @@ class RunStore:
         self.is_complete = False
         self._times: dict[Path, int | None] = {}
         self._runs: dict[str, dict[str, Any]] = {}
-        self._charts: dict[str, list[dict[str, Any]]] = {}
         self._folder: dict[str, Any] = {"folder": str(root.absolute()), "complete": False, "exists": False, "notes": []}
         self._lock = threading.Lock()
 
     def path_of(self, run: str) -> Path:
-        """Return the folder of a run or a chart. Raises InputError for an unknown name."""
-        if run not in self._runs and run not in self._charts:
+        """Return the folder of a run. Raises InputError for an unknown name."""
+        if run not in self._runs:
             raise InputError(f"{run}: there is no such run in {self.root}")
         return self.root / run
 
     def content(self, version: int = 0) -> dict[str, Any]:
-        """Return `runs`, `charts` and the state of the folder; if `version` is the present one, only that."""
+        """Return `runs` and the state of the folder; if `version` is the present one, only that."""
         with self._lock:
             if version == self.version:
                 return {"version": version}
-            charts = [chart for charts in self._charts.values() for chart in charts]
-            return {"version": self.version, **self._folder, "runs": list(self._runs.values()), "charts": charts}
+            return {"version": self.version, **self._folder, "runs": list(self._runs.values())}
 
     def refresh(self) -> None:
         """Look for changes."""
@@ -107,7 +96,7 @@ class RunStore:
                 self._times[path] = changed if now - changed > CLOCK_SECONDS * 1e9 else None
         for path in self._times.keys() - found.keys():
             del self._times[path]
-            self._keep(self._name(path), None, [])
+            self._keep(self._name(path), None)
         few = f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs."
         notes = [few] if len(found) >= MAX_FOLDERS else []
         self.is_complete = True
@@ -143,35 +132,17 @@ class RunStore:
 
     def _read(self, path: Path, files: set[str]) -> None:
         name = self._name(path)
-        charts = [
-            _chart(name, path, kind, result, picture if picture in files else None)
-            for kind, result, picture in CHARTS
-            if result in files
-        ]
-        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and not charts)
-        self._keep(name, _row(name, path) if is_run else None, charts)
+        # `flatout scale` writes a recipe next to the folders of its runs.
+        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
+        self._keep(name, _row(name, path) if is_run else None)
 
-    def _keep(self, name: str, row: dict[str, Any] | None, charts: list[dict[str, Any]]) -> None:
+    def _keep(self, name: str, row: dict[str, Any] | None) -> None:
         with self._lock:
-            if row == self._runs.get(name) and charts == self._charts.get(name, []):
-                return
-            self.version += 1
-            for kept, value in ((self._runs, row), (self._charts, charts)):
-                if value:
-                    kept[name] = value
-                else:
-                    kept.pop(name, None)
-
-
-def _chart(name: str, path: Path, kind: str, result: str, picture: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": name, "kind": kind, "figures": result, "picture": picture}
-    try:
-        content = json.loads((path / result).read_text(encoding="utf-8"))
-        found |= {key: content.get(key) for key in ("job", "model", "date", "ended")}
-        found["findings"] = [str(sentence) for sentence in content.get("findings") or ()]
-    except (OSError, ValueError, AttributeError) as error:
-        found["problem"] = f"{result} cannot be read: {error}."
-    return found
+            if row != self._runs.get(name):
+                self.version += 1
+                self._runs.pop(name, None)
+                if row is not None:
+                    self._runs[name] = row
 
 
 def _row(name: str, path: Path) -> dict[str, Any]:
@@ -262,23 +233,13 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
 
 
 def _problems(files: RunFiles, status: str) -> list[str]:
-    """Return sentences about absent and damaged files, and about an unknown version."""
+    """Return sentences about absent and damaged files."""
     missing = dict(files.missing)
     if status == "running":
         missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
     if files.summary.get("folds"):
         missing.pop(METRICS, None)  # its folds have them
-    problems = list(missing.values())
-    if not files.recipe:
-        problems.append("recipe.toml is damaged: it is not valid TOML.")
-    version = (files.summary.get("versions") or {}).get("flatout") or ""
-    if _numbers(version) > _numbers(__version__):
-        problems.append(f"Written by flatout {version}, which is newer than this one ({__version__}): update flatout.")
-    return problems
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split("+")[0].split(".") if part.isdecimal()]
+    return [*missing.values(), *["recipe.toml is damaged: it is not valid TOML."] * (not files.recipe)]
 
 
 def _time_of(summary: dict[str, Any], path: Path) -> float:

@@ -17,7 +17,6 @@ import numpy as np
 from flatout.analysis.images import (
     COMPARED_SIZE,
     EXTREME,
-    MIN_CONTRAST,
     Headers,
     figures,
     format_sizes,
@@ -43,6 +42,8 @@ _MAX_LISTED, _MAX_SHAPES = 20, 5
 # spread over the image: the borders of many images are alike.
 MAX_BITS, BANDS, EQUAL_BANDS = 3, 6, 3
 _MASKS = np.array([sum(1 << bit for bit in range(band, 64, BANDS)) for band in range(BANDS)], np.uint64)
+# The standard deviation of grey values below which an image is blank.
+MIN_CONTRAST = 4.0
 # Neighbouring blocks that differ by less than this, of 255, count as equal: JPEG noise in a flat area.
 _MARGIN = 2.0
 # Hashes of different images are often equal if a class has one outline. Of copies at half the size and JPEG quality 40,
@@ -58,6 +59,10 @@ class PerceptualHashes:
     hashes: np.ndarray
     thumbnails: np.ndarray
 
+    def are_blank(self) -> np.ndarray:
+        """Return which images have one brightness, bool [N]."""
+        return self.thumbnails.std(axis=1, dtype=np.float32) < MIN_CONTRAST
+
 
 def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     """Return the contents and the flaws of a data set; every image file is decoded, nothing is changed.
@@ -71,6 +76,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
         across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
         near_duplicates: pairs of images in different splits that look the same but are not identical.
         divided_groups: group -> split -> number of images, for those of `data.group_column` in more than one split.
+        blank: names of images of one brightness.
         extreme: images of an extreme shape or size, as "name (WIDTHxHEIGHT)".
         small_classes: class -> number of training images, if small.
     """
@@ -96,6 +102,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
         "conflicts": [group for group in duplicates if differ(group, "class_name")],
         "near_duplicates": [[sample(i), sample(j)] for i, j in _near_duplicates(source, digests, hashes)],
         "divided_groups": _divided_groups(source),
+        "blank": [name_of(source, i) for i, blank in zip(digests, hashes.are_blank(), strict=True) if blank],
         "extreme": [f"{name_of(source, i)} ({headers.widths[i]}x{headers.heights[i]})" for i in extreme],
         "small_classes": {name: n for name, n in source.class_counts("train").items() if n < FEW_IMAGES},
     }
@@ -174,7 +181,7 @@ def find_pairs(images: PerceptualHashes, splits: np.ndarray) -> np.ndarray:
     Args:
         splits: the split index of each image, int64 [N].
     """
-    shown = np.flatnonzero(images.thumbnails.std(axis=1, dtype=np.float32) >= MIN_CONTRAST)
+    shown = np.flatnonzero(~images.are_blank())
     found = [np.empty((0, 2), np.int64)]
     for split in np.unique(splits)[1:].tolist():
         earlier, own = shown[splits[shown] < split], shown[splits[shown] == split]
@@ -255,6 +262,7 @@ def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[s
     divided = [f"{name} ({', '.join(counts)})" for name, counts in groups.items()]
     for title, items in (
         ("groups in more than one split", divided),
+        ("blank images", result["blank"]),
         (f"images with a side {EXTREME:g} times the other, or {EXTREME:g} times as large or small as usual",
          result["extreme"]),
         (f"classes with fewer than {FEW_IMAGES} training images",

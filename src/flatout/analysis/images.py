@@ -1,4 +1,4 @@
-"""Images of a data set: headers, names, labels, thumbnails, blank images, and model inputs.
+"""Images of a data set: headers, names, labels, thumbnails, and model inputs.
 
 Shape letters: N images of the data set, M of them, V views, H height, W width, C channels.
 """
@@ -33,11 +33,8 @@ T = TypeVar("T")
 
 # Images are extreme if one side is this many times the other, or the size this many times the median or less.
 EXTREME = 4.0
-# Height and width to which images are reduced to compare them, and the standard deviation below which one is blank.
-COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
-# Blank files are searched for by bytes per pixel, this many at a time, until none is blank. The approximate size of a
-# header. Bytes of arrays that are searched.
-_BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2**30
+# Height and width to which images are reduced to compare them.
+COMPARED_SIZE = 72
 # Files per task of a thread, and images of arrays reduced at once.
 _FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
 
@@ -147,54 +144,20 @@ def reduce_arrays(images_NHWC: np.ndarray, size: Size = COMPARED_SIZE) -> Iterat
         yield resize_images(images_NHWC[start : start + _ARRAYS_AT_ONCE], size=size, **how)
 
 
-def survey(source: ImageDataset, report: Progress) -> tuple[Headers, list[int]]:
-    """Return the headers of all images, and the indices of blank ones.
-
-    Only files with the fewest bytes per pixel are decoded, to find blank ones.
+def read_headers(source: ImageDataset, report: Progress) -> Headers:
+    """Return the headers of all images; files are not read further.
 
     Raises:
         InputError: FLATOUT_MAX_PIXELS is not a number.
     """
     if source.files is None:
         assert source.images is not None
-        some = source.images[: max(1, _MAX_ARRAY_BYTES // source.images[:1].nbytes)]
-        are_blank = np.concatenate([_are_blank(part) for part in reduce_arrays(some)])
-        return headers_of_arrays(source.images), np.flatnonzero(are_blank).tolist()
-    files, blank = source.files, []
-    headers, bytes_per_pixel = scan(files, _read_header, report)
-    candidates = sorted(bytes_per_pixel, key=lambda i: bytes_per_pixel[i])[:_MAX_BLANK]
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for start in range(0, len(candidates), _BLANK_AT_ONCE):
-            some = candidates[start : start + _BLANK_AT_ONCE]
-            are_blank = list(pool.map(lambda i: _is_blank_file(files[i]), some))
-            blank += [i for i, is_blank in zip(some, are_blank, strict=True) if is_blank]
-            if not any(are_blank):
-                break
-    return headers, blank
+        return headers_of_arrays(source.images)
 
+    def read(file: ImageBytes) -> tuple[ImageHeader, None]:
+        return read_header(file if isinstance(file, Path) else read_file(file)), None
 
-def _read_header(file: ImageBytes) -> tuple[ImageHeader, float]:
-    """Return the header and the bytes per pixel, without reading more of a file."""
-    content = file if isinstance(file, Path) else read_file(file)
-    header = read_header(content)
-    size = content.stat().st_size if isinstance(content, Path) else len(content)
-    return header, max(0, size - _HEADER_BYTES) / (header.width * header.height)
-
-
-def _is_blank_file(file: ImageBytes) -> bool:
-    try:
-        content = read_file(file)
-        return bool(_are_blank(reduce_file(content, read_header(content)))[0])
-    except BadImage:  # one that is damaged after its header
-        return False
-
-
-def _are_blank(images_NHWC: np.ndarray) -> np.ndarray:
-    """Whether images have one colour, bool [N]; many 16-bit images use only a part of their range."""
-    images = images_NHWC.astype(np.float32)
-    if images_NHWC.dtype == np.uint16:
-        images *= 255 / np.maximum(images.max(axis=(1, 2, 3), keepdims=True), 1)
-    return images.std(axis=(1, 2)).max(axis=1) < MIN_CONTRAST
+    return scan(source.files, read, report)[0]
 
 
 def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.analysis import images as pictures
 from flatout.analysis.check import FEW_IMAGES
-from flatout.analysis.images import EXTREME, Headers, format_sizes, label_of, name_of, survey, thumbnails, tile
+from flatout.analysis.images import EXTREME, Headers, format_sizes, label_of, name_of, read_headers, thumbnails, tile
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import Split, measure
@@ -50,11 +50,9 @@ class Look:
     Images are shown for a recipe; `reasons` explain a generated one.
     """
 
-    def __init__(
-        self, source: ImageDataset, headers: Headers, blank: list[int], recipe: Recipe, reasons: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, source: ImageDataset, headers: Headers, recipe: Recipe, reasons: Sequence[str] = ()) -> None:
         self.source, self.headers, self.recipe, self.reasons = source, headers, recipe, tuple(reasons)
-        self._outliers = {"extreme": headers.extreme().tolist(), "blank": blank}
+        self._extreme = headers.extreme().tolist()
         self.title = describe(source.kind, source.classes, source.splits, source.task)
 
     def __repr__(self) -> str:
@@ -68,7 +66,7 @@ class Look:
             **found,
             "shapes": dict(list(found["shapes"].items())[:SHAPES_SHOWN]),
             "unreadable": {name_of(source, i): reason for i, reason in self.headers.unreadable.items()},
-            **{key: [name_of(source, i) for i in indices] for key, indices in self._outliers.items()},
+            "extreme": [name_of(source, i) for i in self._extreme],
             "recipe": self.recipe.flat(),
         }
 
@@ -88,7 +86,6 @@ class Look:
             remarks.append(f"Classes are unbalanced: {counts[most]:,} images of {most}, {counts[least]:,} of {least}.")
         problems = {
             "unreadable": "cannot be read",
-            "blank": "are blank",
             "extreme": f"have a side {EXTREME:g} times the other, or are {EXTREME:g} times as large or small as usual",
         }
         return [*remarks, *(f"{len(figures[key]):,} images {text}." for key, text in problems.items() if figures[key])]
@@ -122,13 +119,6 @@ class Look:
         title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
         return {**tile(image), "title": title, "text": text, "quiet": quiet}
 
-    def _outlier_tiles(self, indices: list[int]) -> list[dict[str, Any]]:
-        sizes = [f"{self.headers.widths[i]} × {self.headers.heights[i]}" for i in indices]
-        return [
-            self._tile(i, image, name_of(self.source, i), size)
-            for i, image, size in zip(indices, thumbnails(self.source, indices), sizes, strict=True)
-        ]
-
     def content(self) -> dict[str, Any]:
         """Return everything that the page shows, by name."""
         figures, source, groups = self.figures, self.source, self.groups()
@@ -146,6 +136,7 @@ class Look:
         readable = self.headers.widths > 0
         widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
         rows = _class_rows(figures)
+        outliers = self._extreme[:OUTLIERS_SHOWN]
         return {
             "name": (source.path.name if source.path else "") or source.kind,
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
@@ -167,8 +158,11 @@ class Look:
             "shapes": [(" × ".join(reversed(shape.split("x"))), n) for shape, n in figures["shapes"].items()],
             "modes": list(figures["modes"].items()),
             "limit": f"{EXTREME:g}",
-            "outliers": {key: self._outlier_tiles(found[:OUTLIERS_SHOWN]) for key, found in self._outliers.items()},
-            "outlier_counts": {key: len(found) for key, found in self._outliers.items()},
+            "outliers": [
+                self._tile(i, image, name_of(source, i), f"{self.headers.widths[i]} × {self.headers.heights[i]}")
+                for i, image in zip(outliers, thumbnails(source, outliers), strict=True)
+            ],
+            "outlier_count": len(self._extreme),
             "unreadable": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
             "unreadable_count": len(figures["unreadable"]),
             "seen": [
@@ -227,9 +221,9 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
         fetch=False,
     )
     source = found.read() if isinstance(found, DataSource) else found
-    headers, blank = survey(source, console)
+    headers = read_headers(source, console)
     console.finish()
-    return Look(source, headers, blank, with_task(recipe, source.task), reasons)
+    return Look(source, headers, with_task(recipe, source.task), reasons)
 
 
 def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool = False, **changes: Any) -> Look:

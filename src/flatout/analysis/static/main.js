@@ -25,10 +25,6 @@ async function show() {
       const { compareView } = await import("./compare.js");
       listen();
       shown = compareView(main, rest);
-    } else if (view === "charts") {
-      const { chartsView } = await import("./compare.js");
-      listen();
-      shown = chartsView(main);
     } else {
       listen();
       shown = runsView(main);

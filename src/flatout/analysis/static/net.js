@@ -25,13 +25,13 @@ export async function get(path, values = {}, options = {}) {
   return content;
 }
 
-export const state = { runs: new Map(), charts: [], notes: [], folder: "", version: 0, complete: false, exists: true };
+export const state = { runs: new Map(), notes: [], folder: "", version: 0, complete: false, exists: true };
 const listeners = new Set();
 export const onRuns = listener => { listeners.add(listener); return () => listeners.delete(listener); };
 
 function take(found) {
   if (!("runs" in found)) return; // nothing has changed
-  for (const key of ["version", "complete", "exists", "notes", "charts", "folder"]) state[key] = found[key];
+  for (const key of ["version", "complete", "exists", "notes", "folder"]) state[key] = found[key];
   state.runs = new Map(found.runs.map(run => [run.id, run]));
   for (const listener of [...listeners]) listener();
 }
