@@ -241,16 +241,6 @@ def test_a_value_of_another_type_is_named(tmp_path: Path, capsys: Any, key: str,
 
 
 @pytest.mark.usefixtures("page_alone")
-def test_a_run_of_an_older_version_has_a_page(tmp_path: Path):
-    run = write_run(tmp_path / "run", ["cat", "dog"])
-    new = ("train_loss_by_step", "kept_epoch", "notes", "verdict", "time_seconds", "date", "machine", "versions")
-    summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k not in new}))
-    draw_all(run)
-    assert "80 of 100 right" in Page(run / "report.html").sections[""]
-
-
-@pytest.mark.usefixtures("page_alone")
 def test_many_classes_have_a_list_of_the_most_confused(tmp_path: Path):
     draw_all(write_run(tmp_path / "run", [f"class {i:02}" for i in range(20)], count=240))
     assert re.search(

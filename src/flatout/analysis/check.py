@@ -8,14 +8,12 @@ Shape letters: N images, H height, W width, C channels, P pairs.
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flatout.analysis.images import (
-    COMPARED_SIZE,
     EXTREME,
     Headers,
     figures,
@@ -23,13 +21,12 @@ from flatout.analysis.images import (
     headers_of_arrays,
     label_of,
     name_of,
-    reduce_arrays,
-    reduce_file,
     scan,
 )
 from flatout.data.cache import Progress
-from flatout.data.decode import ImageHeader, read_file, read_header
+from flatout.data.decode import ImageHeader, decode_image, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
+from flatout.data.pixels import resize_images
 from flatout.data.source import ImageDataset, describe
 from flatout.data.splits import SPLITS
 from flatout.utils.console import aligned
@@ -42,6 +39,9 @@ _MAX_LISTED, _MAX_SHAPES = 20, 5
 # spread over the image: the borders of many images are alike.
 MAX_BITS, BANDS, EQUAL_BANDS = 3, 6, 3
 _MASKS = np.array([sum(1 << bit for bit in range(band, 64, BANDS)) for band in range(BANDS)], np.uint64)
+# Height and width to which images are reduced to compare them, and images of arrays reduced at once.
+COMPARED_SIZE, _ARRAYS_AT_ONCE = 72, 500
+_REDUCED: dict[str, Any] = {"size": COMPARED_SIZE, "resize": "squash"}
 # The standard deviation of grey values below which an image is blank.
 MIN_CONTRAST = 4.0
 # Neighbouring blocks that differ by less than this, of 255, count as equal: JPEG noise in a flat area.
@@ -52,8 +52,7 @@ _MIN_CORRELATION = 0.998
 _PAIRS_AT_ONCE, _COMPARED_AT_ONCE = 2**20, 2**14
 
 
-@dataclass(frozen=True)
-class PerceptualHashes:
+class PerceptualHashes(NamedTuple):
     """Perceptual hashes of N images: difference hashes, uint64 [N], and grey thumbnails, uint8 [N, 324]."""
 
     hashes: np.ndarray
@@ -117,17 +116,20 @@ def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int,
         assert source.images is not None
         headers = headers_of_arrays(source.images)
         digests = {i: _digest(image.tobytes()) for i, image in enumerate(source.images)}
-        hashes = [hash_images(part) for part in reduce_arrays(source.images)]
+        how = {"channels": source.images.shape[-1], "bits": 8 * source.images.itemsize, **_REDUCED}
+        starts = range(0, len(source.images), _ARRAYS_AT_ONCE)
+        parts = (source.images[start : start + _ARRAYS_AT_ONCE] for start in starts)
+        hashes = [hash_images(resize_images(part, **how)) for part in parts]
     hashes = hashes or [PerceptualHashes(np.empty(0, np.uint64), np.empty((0, 324), np.uint8))]
-    joined = (np.concatenate([getattr(part, name) for part in hashes]) for name in ("hashes", "thumbnails"))
-    return headers, digests, PerceptualHashes(*joined)
+    return headers, digests, PerceptualHashes(*map(np.concatenate, zip(*hashes, strict=True)))
 
 
 def _hash_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, PerceptualHashes]]:
     data = read_file(file)
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
-    return header, (_digest(data), hash_images(reduce_file(data, header)))
+    image_HWC = decode_image(data, channels=header.channels, bits=header.bits, **_REDUCED)
+    return header, (_digest(data), hash_images(image_HWC[None]))
 
 
 def _digest(content: bytes) -> bytes:

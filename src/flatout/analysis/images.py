@@ -6,7 +6,7 @@ Shape letters: N images of the data set, M of them, V views, H height, W width, 
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.config.settings import Size
 from flatout.data.build import bits_of
 from flatout.data.cache import Progress
 from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
@@ -33,10 +32,8 @@ T = TypeVar("T")
 
 # Images are extreme if one side is this many times the other, or the size this many times the median or less.
 EXTREME = 4.0
-# Height and width to which images are reduced to compare them.
-COMPARED_SIZE = 72
-# Files per task of a thread, and images of arrays reduced at once.
-_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
+# Files per task of a thread.
+_FILES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,18 +129,6 @@ def scan(
     return Headers(widths=widths, heights=heights, modes=dict(modes.most_common()), unreadable=unreadable), found
 
 
-def reduce_file(file: ImageBytes | bytes, header: ImageHeader, size: Size = COMPARED_SIZE) -> np.ndarray:
-    """Return an image of another size with its own channels and bits, [1, H, W, C]. Raises BadImage."""
-    return decode_image(file, size=size, channels=header.channels, bits=header.bits, resize="squash")[None]
-
-
-def reduce_arrays(images_NHWC: np.ndarray, size: Size = COMPARED_SIZE) -> Iterator[np.ndarray]:
-    """Yield images of another size, some at a time, [.., H, W, C]."""
-    how = {"channels": images_NHWC.shape[-1], "bits": 8 * images_NHWC.itemsize, "resize": "squash"}
-    for start in range(0, len(images_NHWC), _ARRAYS_AT_ONCE):
-        yield resize_images(images_NHWC[start : start + _ARRAYS_AT_ONCE], size=size, **how)
-
-
 def read_headers(source: ImageDataset, report: Progress) -> Headers:
     """Return the headers of all images; files are not read further.
 
@@ -160,27 +145,34 @@ def read_headers(source: ImageDataset, report: Progress) -> Headers:
     return scan(source.files, read, report)[0]
 
 
-def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
-    """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
+def _decoded(source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]) -> list[np.ndarray | None]:
+    """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
 
-    def fitting(height: int, width: int) -> tuple[int, int]:
-        scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
-        return max(1, round(height * scale)), max(1, round(width * scale))
-
-    def small(index: int) -> np.ndarray | None:
+    def decode(index: int) -> np.ndarray | None:
         if source.files is None:
             assert source.images is not None
             image = np.asarray(source.images[index : index + 1])
-            return visible(next(reduce_arrays(image, fitting(*image.shape[1:3]))))[0]
+            return resize_images(image, **how(*image.shape[1:], 8 * image.itemsize))[0]
         try:
             content = read_file(source.files[index])
             header = read_header(content)
-            return visible(reduce_file(content, header, fitting(header.height, header.width)))[0]
+            return decode_image(content, **how(header.height, header.width, header.channels, header.bits))
         except BadImage:
             return None
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(small, indices))
+        return list(pool.map(decode, indices))
+
+
+def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
+    """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
+
+    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
+        scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
+        size = max(1, round(height * scale)), max(1, round(width * scale))
+        return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}
+
+    return [None if image is None else visible(image) for image in _decoded(source, indices, fitting)]
 
 
 def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
@@ -251,19 +243,7 @@ def stored(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tupl
     """
     bits = recipe.data.bits or bits_of(source)
     how = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize, "bits": bits}
-    if source.files is None:
-        assert source.images is not None
-        return resize_images(source.images[list(indices)], **how), np.array(indices, np.int64)
-    files = source.files
-
-    def decode(index: int) -> np.ndarray | None:
-        try:
-            return decode_image(files[index], **how)
-        except BadImage:
-            return None
-
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        decoded = list(pool.map(decode, indices))
+    decoded = _decoded(source, indices, lambda *_: how)
     kept = [i for i, image in zip(indices, decoded, strict=True) if image is not None]
     images = [image for image in decoded if image is not None]
     empty = np.empty((0, *recipe.stored_sides, recipe.channels), np.uint8)
