@@ -73,23 +73,18 @@ def plan(
     _check_flags(topologies, gpus, price, inference)
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
-
-    def find() -> Work:
-        if job is not None:
-            return find_work(job, data, changes, images, classes, console=console)
-        if not chips or data is not None:
-            raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
-        return work_of_model(changes, images, classes)
-
+    chosen = parse_topologies(topologies) if topologies is not None else []
+    if job is not None:
+        work = find_work(job, data, changes, images, classes, console=console)
+    elif chips and data is None:
+        work = work_of_model(changes, images, classes)
+    else:
+        raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
     if chips:
         from flatout.analysis.gpu_plan import estimate_on_gpus
 
-        work = find()
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
-        assert topologies is not None
-        chosen = parse_topologies(topologies)
-        work = find()
         with tpu_compiler(work, allow_code, console) as compile_step:
             planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
     recipe = work.recipe
