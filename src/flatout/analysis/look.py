@@ -17,11 +17,12 @@ from flatout.config import Recipe
 from flatout.data.batches import Split, measure
 from flatout.data.source import DataSource, ImageDataset, describe
 from flatout.engine import pixels
+from flatout.engine.devices import parse_devices
 from flatout.report.html import framed, page, write_page
 from flatout.tasks import with_task
 from flatout.train.fit_arguments import join_data, recipe_changes
 from flatout.train.recipes import resolve
-from flatout.utils.console import Console, in_notebook
+from flatout.utils.console import Console
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import visible, write_json
 
@@ -45,7 +46,7 @@ class Group(NamedTuple):
 
 
 class Look:
-    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `remarks()`.
+    """A data set looked at: notebooks show its page; `save(DIR)` it, or read `figures` and `remarks()`.
 
     Images are shown for a recipe; `reasons` explain a generated one.
     """
@@ -193,14 +194,6 @@ class Look:
     def _repr_html_(self) -> str:
         return framed(page("look.html.j2", self.content()))
 
-    def show(self) -> Any:
-        """Show the page: in a notebook in the cell, else the main figures are printed."""
-        if not in_notebook():
-            return print("\n".join(format_look(self)))
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-        return display(HTML(self._repr_html_()))
-
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
     """Look at what `resolve` finds for a job, data and changes; only the data is downloaded.
@@ -208,8 +201,6 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
     Raises:
         InputError: see `resolve`.
     """
-    from flatout.engine.devices import parse_devices
-
     reasons: list[str] = []
     recipe, found = resolve(
         job,

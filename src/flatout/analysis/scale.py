@@ -20,7 +20,10 @@ from typing import Any
 
 from flatout import __version__
 from flatout.analysis.output import check_free, make_folder, spread
+from flatout.data.build import load
+from flatout.engine.devices import engine_for, machine, parse_devices
 from flatout.inference.run import Run
+from flatout.train.recipes import resolve
 from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
@@ -88,10 +91,6 @@ def scale(
         InputError, TrainingFailed, Stopped: an argument is wrong, or a run ended so; the message then names its SPEC,
             and scaling.json has the runs before it.
     """
-    from flatout.data.build import load
-    from flatout.engine.devices import engine_for, machine, parse_devices
-    from flatout.train.recipes import resolve
-
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: must be at least 1")
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
