@@ -27,14 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.analysis.images import label_of, name_of, thumbnails, tile
-from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.source import DataSource, ImageDataset
-from flatout.engine.devices import parse_devices
-from flatout.engine.factory import speeds_on
 from flatout.inference.calibration import bias_corrected
 from flatout.report.html import write_page
-from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import train
 from flatout.utils import run_files
@@ -194,46 +190,7 @@ def find_label_errors(
     return LabelErrors(source=source, errors=errors, probabilities=probabilities, recipe=recipe)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def check_labels(
-    job: str | Path | None,
-    data: Any,
-    changes: Mapping[str, Any],
-    *,
-    out: Path | None,
-    minutes: float | None,
-    devices: str,
-    engine: str,
-    allow_code: bool,
-    console: Console,
-) -> tuple[dict[str, Any], list[str]]:
-    """Find wrong labels; return the result, and lines to print.
-
-    Args:
-        minutes: the time budget of a generated recipe, including all folds.
-
-    Raises:
-        InputError, TrainingFailed: see `find_label_errors`.
-    """
-    check_free(out)
-    if minutes is not None and (job is not None or not minutes > 0):
-        raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
-    recipe, found = resolve(
-        job,
-        data,
-        changes,
-        accelerated=parse_devices(devices, engine).is_accelerated,
-        console=console,
-        seconds=None if minutes is None else 60 * minutes / COST_OF_FOLDS,
-        speeds=speeds_on(devices, engine),
-    )
-    if not recipe.pretrained:
-        console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
-    options = Options(devices=devices, engine=engine, allow_code=allow_code)
-    errors = find_label_errors(recipe, found, options, console)
-    return write_errors(errors, make_folder(out, f"labels-{recipe.job}"))
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[str]]:
