@@ -14,9 +14,7 @@ from torch import nn
 import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
-from flatout.tasks import MultiLabel
-from flatout.tasks import Regression
-from flatout.tasks import SingleLabel
+from flatout.tasks import MultiLabel, Regression, SingleLabel
 from flatout.train import head_stage
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError

@@ -145,7 +145,9 @@ def read_headers(source: ImageDataset, report: Progress) -> Headers:
     return scan(source.files, read, report)[0]
 
 
-def _decoded(source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]) -> list[np.ndarray | None]:
+def _decoded(
+    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
+) -> list[np.ndarray | None]:
     """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
 
     def decode(index: int) -> np.ndarray | None:

@@ -170,7 +170,9 @@ def find_label_errors(
     """
     source = data.read() if isinstance(data, DataSource) else data
     if source.task != "single-label":
-        raise InputError(f"{source.path or 'data'}: --labels needs one class for each image; this data is {source.task}")
+        raise InputError(
+            f"{source.path or 'data'}: --labels needs one class for each image; this data is {source.task}"
+        )
     recipe = recipe_of_folds(recipe)
     with tempfile.TemporaryDirectory(prefix="flatout-labels-") as folder:
         options = dataclasses.replace(options, out=Path(folder) / "folds", report=False)
@@ -252,7 +254,7 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tiles": [tile(image) | row for row, image in zip(shown, images, strict=True)],
         "pairs": [(given, suggested, times) for (given, suggested), times in pairs.most_common(MAX_PAIRS)],
         "suggestions": SUGGESTIONS,
-        "corrected": CORRECTED if source.files is not None else "",
+        "corrected": CORRECTED if source.files is not None and source.path is not None else "",
     }
 
 

@@ -337,7 +337,9 @@ def draw_numbers(path: Path, answers: np.ndarray, labels: np.ndarray, title: str
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
-def trust_charts(summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]) -> dict[str, str]:
+def trust_charts(
+    summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]
+) -> dict[str, str]:
     """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
     found, drawn = summary.get("trust") or {}, {}
     if all(_bins(found, name) for name in ("before", "after")):
@@ -381,9 +383,16 @@ def _draw_decisions(roc: "Axes", precision: "Axes", decisions: Sequence[tuple[st
     for number, (name, *both) in enumerate(decisions[: CURVES + 1]):
         false_positive_rate, true_positive_rate, _ = roc_curve(*both)
         shares, recall, _ = precision_recall_curve(*both)
-        pairs = ((roc, false_positive_rate, true_positive_rate, roc_auc_score), (precision, recall, shares, average_precision_score))
+        pairs = (
+            (roc, false_positive_rate, true_positive_rate, roc_auc_score),
+            (precision, recall, shares, average_precision_score),
+        )
         for axes, x, y, area in pairs:
-            looks: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5, "label": "each class" if number == 1 else None}
+            looks: dict[str, Any] = {
+                "color": style.MUTED,
+                "linewidth": 0.5,
+                "label": "each class" if number == 1 else None,
+            }
             if not number:
                 label = f"{shorten(name, 24)}, area {area(*both):.3f}"
                 looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": label}
