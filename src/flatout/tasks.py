@@ -46,6 +46,7 @@ class Task(ABC):
         metric_title: the title of the curve of the first one.
         mixes_targets: whether targets are mixed before the loss, since they are numbers; otherwise two losses are
             mixed.
+        only: recipe keys with the only value that this task supports, and the reason.
     """
 
     loss: str = ""
@@ -63,10 +64,7 @@ class Task(ABC):
     metric_title: ClassVar[str]
     step_metric: ClassVar[str]
     mixes_targets: ClassVar[bool]
-
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        """Raise InputError if a recipe has options that this task does not support."""
+    only: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     @abstractmethod
     def num_outputs(self, classes: int) -> int:
@@ -581,18 +579,11 @@ class Regression(Task):
     step_metric = "mae"
     metric_title = "Mean absolute error"
     mixes_targets = True
-
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        only = {
-            "label_smoothing": (0.0, "smooths classes"),
-            "class_weights": ("none", "weighs classes"),
-            "augment.cutmix": (0.0, "the number of a patchwork of two images is unknown"),
-        }
-        flat = recipe.flat()
-        for key, (value, reason) in only.items():
-            if flat[key] != value:
-                raise InputError(f"{key} = {flat[key]!r}: {reason}; a regression task needs {key} = {value!r}")
+    only: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "label_smoothing": (0.0, "smooths classes"),
+        "class_weights": ("none", "weighs classes"),
+        "augment.cutmix": (0.0, "the number of a patchwork of two images is unknown"),
+    }
 
     def num_outputs(self, classes: int) -> int:
         return 1
@@ -746,5 +737,8 @@ def with_task(recipe: Recipe, name: str) -> Recipe:
     loss = task.losses[0] if recipe.loss == Recipe.loss else recipe.loss
     if loss not in task.losses:
         raise InputError(f"loss = {loss!r}: the losses of a {name} task are {', '.join(task.losses)}")
-    task.check(recipe)
+    flat = recipe.flat()
+    for key, (value, reason) in task.only.items():
+        if flat[key] != value:
+            raise InputError(f"{key} = {flat[key]!r}: {reason}; a {name} task needs {key} = {value!r}")
     return recipe.override({"task": name, "loss": loss})

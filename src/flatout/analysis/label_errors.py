@@ -203,8 +203,8 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
     write_page(out / PAGE, "labels.html.j2", _content(found, rows))
     share = len(rows) / len(source)
     lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks()]
-    for row in rows[:MAX_LISTED]:
-        lines.append(f"  {row['name']}: {row['given']} → {row['suggested']} ({row['confidence']:.3f})")
+    shown = rows[:MAX_LISTED]
+    lines += [f"  {row['name']}: {row['given']} → {row['suggested']} ({row['confidence']:.3f})" for row in shown]
     lines += [f"  and {len(rows) - MAX_LISTED:,} more"] * (len(rows) > MAX_LISTED)
     lines += [f"page: {out / PAGE}", f"suggestions: {out / SUGGESTIONS}"]
     result = {"images": len(source), "errors": [{k: row[k] for k in columns} for row in rows]}

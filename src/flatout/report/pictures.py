@@ -1,4 +1,6 @@
-"""The pictures of a run: predictions, curves of training, all answers and their trust. Values to draw may be missing, None or NaN.
+"""The pictures of a run: predictions, curves of training, all answers and their trust.
+
+Values to draw may be missing, None or NaN.
 
 Shape letters: M images, H height, W width, C channels, K classes.
 """
@@ -347,9 +349,9 @@ def trust_charts(
         _draw_reliability(figure.add_subplot(), found)
         drawn["reliability diagram"] = as_svg(figure, "reliability")
     if shown and (decisions := task.decisions(shown.labels, shown.probabilities, names)):
-        figures = [style.new_figure(4.7, 3.4, dpi=72) for _ in range(2)]
-        _draw_decisions(*(figure.add_subplot() for figure in figures), decisions)
-        drawn["ROC curve"], drawn["precision-recall curve"] = map(as_svg, figures, ("ROC", "precision"))
+        roc, precision = (style.new_figure(4.7, 3.4, dpi=72) for _ in range(2))
+        _draw_decisions(roc.add_subplot(), precision.add_subplot(), decisions)
+        drawn |= {"ROC curve": as_svg(roc, "ROC"), "precision-recall curve": as_svg(precision, "precision")}
     return drawn
 
 
