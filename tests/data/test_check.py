@@ -139,6 +139,7 @@ def test_nearly_identical_images_in_different_splits(tmp_path: Path) -> None:
     assert sorted([one["name"], other["name"]] for one, other in result["near_duplicates"]) == sorted(expected)
     assert "  train/b/1.png (train, b) = test/a/half.jpg (test, a)" in format_check(result)
     assert len(result["across_splits"]) == 1
+    assert result["blank"] == ["train/a/blank.png", "test/a/blank.png"]
 
 
 def test_pairs_are_those_of_comparing_every_image_with_every_other() -> None:

@@ -1,6 +1,5 @@
 """The board: runs found below a folder, answered over HTTP, and the page in a browser."""
 
-import asyncio
 import io
 import json
 import os
@@ -30,7 +29,6 @@ from flatout.data.pack import open_pack
 from flatout.train import monitor
 from flatout.train.progress import Progress
 from flatout.utils import run_files
-from flatout.utils.errors import InputError
 from tests.unit.runs import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]
@@ -41,7 +39,7 @@ HOST = "http://127.0.0.1:80"
 
 def ids(store: RunStore) -> dict[str, str]:
     store.refresh()
-    return {row["id"]: row["status"] for row in store.since(0)["runs"]}
+    return {row["id"]: row["status"] for row in store.content()["runs"]}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def every_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     write_run(folder / "plain", CLASSES)
     write_run(folder / HOSTILE, CLASSES, notes=["<b>"])
-    write_run(folder / "newer", CLASSES, versions={"flatout": "99.0"})
+    write_run(folder / "newer", CLASSES)
     write_run(folder / "diverged", CLASSES, stopped="failed: training diverged")
     (folder / "sweep").mkdir()
     write_run(folder / "sweep" / "damaged", CLASSES).joinpath("summary.json").write_text("{ this is cut")
@@ -61,8 +59,8 @@ def every_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "empty" / "recipe.toml").write_text('job = "mine"')
     (folder / "scaled").mkdir()
-    (folder / "scaled" / "scaling.json").write_text(json.dumps({"job": "digits", "findings": ["Twice as fast."]}))
-    (folder / "scaled" / "scaling.png").write_bytes(b"\x89PNG")
+    (folder / "scaled" / "scaling.json").write_text("{}")
+    (folder / "scaled" / "recipe.toml").write_text('job = "mine"')
     with_pack(write_run(folder / "packed", CLASSES), folder.parent)
     return folder
 
@@ -92,8 +90,7 @@ def store(every_run: Path) -> RunStore:
 
 @pytest.fixture(scope="module")
 def client(store: RunStore) -> Iterator[TestClient]:
-    made = board.make_app(store, TOKEN, classify=lambda run, content: {"predictions": [], "size": len(content)})
-    with TestClient(made, base_url=HOST, raise_server_exceptions=False) as client:
+    with TestClient(board.make_app(store, TOKEN), base_url=HOST, raise_server_exceptions=False) as client:
         assert client.get("/", params={"token": TOKEN}).status_code == 200
         yield client
 
@@ -113,9 +110,8 @@ def test_runs_are_found_and_judged(store: RunStore) -> None:
         "sweep/unfinished": "incomplete",
         "empty": "incomplete",
     }
-    rows = {row["id"]: row for row in store.since(0)["runs"]}
+    rows = {row["id"]: row for row in store.content()["runs"]}
     problems = {name: " ".join(row["problems"]) for name, row in rows.items()}
-    assert "newer than this one" in problems["newer"]
     assert "summary.json cannot be read" in problems["sweep/damaged"]
     assert "epochs is text" in problems["sweep/typed"]
     assert "the run did not finish" in problems["sweep/unfinished"]
@@ -137,7 +133,7 @@ def test_only_changes_are_read_and_sent(tmp_path: Path, monkeypatch: pytest.Monk
     runs = tmp_path / "runs"
     store = RunStore(runs)
     assert ids(store) == {}
-    assert store.since(0)["exists"] is False
+    assert store.content()["exists"] is False
     runs.mkdir()
     for name in "abc":
         write_run(runs / name, CLASSES)
@@ -150,29 +146,12 @@ def test_only_changes_are_read_and_sent(tmp_path: Path, monkeypatch: pytest.Monk
     read.clear()
     store.refresh()
     assert not read
-    assert store.since(version)["runs"] == []
+    assert store.content(version) == {"version": version}
     run_files.write_metrics(runs / "b" / "metrics.jsonl", [epoch_line(e) for e in range(1, 7)])
     store.refresh()
     assert {path.name for path in read} == {"b"}
-    assert [row["epochs_trained"] for row in store.since(version)["runs"]] == [6]
-
-
-def test_a_page_that_stays_open_gets_all_runs_after_a_restart(tmp_path: Path) -> None:
-    """Versions of a board that was started later are larger, whatever has happened before."""
-    write_run(tmp_path / "a", CLASSES)
-    run = write_run(tmp_path / "b", CLASSES)
-    first = RunStore(tmp_path)
-    for epochs in range(1, 20):
-        run_files.write_metrics(run / "metrics.jsonl", [epoch_line(epoch) for epoch in range(1, epochs + 1)])
-        first.refresh()
-    version = first.since(0)["version"]
-    second = RunStore(tmp_path)
-    second.refresh()
-    changes = second.since(version)
-    assert changes["is_whole"]
-    assert {row["id"] for row in changes["runs"]} == {"a", "b"}
-    assert changes["charts"] == []
-    assert not second.since(changes["version"])["is_whole"]
+    assert {row["id"]: row["epochs_trained"] for row in store.content(version)["runs"]} == {"a": 4, "b": 6, "c": 4}
+    assert RunStore(runs).version > store.version, "pages that stay open after a restart get everything"
 
 
 def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
@@ -242,16 +221,12 @@ def test_other_hosts_and_sites_are_refused(client: TestClient, name: str, value:
     assert "script-src 'self'" in client.get("/").headers["content-security-policy"]
 
 
-def test_runs_charts_and_differences_over_http(client: TestClient, every_run: Path) -> None:
+def test_runs_and_differences_over_http(client: TestClient, every_run: Path) -> None:
     found = client.get("/api/runs").json()
     assert len(found["runs"]) == 9
-    assert [(chart["id"], chart["kind"], chart["findings"]) for chart in found["charts"]] == [
-        ("scaled", "scaling", ["Twice as fast."])
-    ]
     details = client.get("/api/run", params={"run": "plain"}).json()
     assert details["flat"]["optimizer.lr"] == 0.05
     assert client.get("/api/run", params={"run": "sweep/typed"}).json()["flat"]["model"] == "cnn"
-    assert client.get("/api/file", params={"run": "scaled", "name": "scaling.png"}).content == b"\x89PNG"
     recipe = every_run / "newer" / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("lr = 0.05", "lr = 0.5") + '\n[future]\nkey = "new"\n')
     found = client.get("/api/compare", params={"run": ["plain", "newer"]}).json()
@@ -266,13 +241,12 @@ def test_cells_of_the_confusion_matrix_lead_to_images(client: TestClient) -> Non
     assert sum(n for _, _, n in answers["cells"]) == answers["count"] == 60
     assert answers["wrong"] == sum(n for a, p, n in answers["cells"] if a != p) == 20
     for actual, predicted, number in answers["cells"]:
-        query = {"run": "packed", "actual": actual, "predicted": predicted, "limit": 7}
+        query = {"run": "packed", "actual": actual, "predicted": predicted}
         page = client.get("/api/samples", params=query).json()
-        assert page["total"] == number
-        assert len(page["samples"]) == min(7, number)
+        assert page["total"] == len(page["samples"]) == number
         assert {s["actual"] for s in page["samples"]} == {CLASSES[actual]}
         assert {s["predicted"] for s in page["samples"]} == {CLASSES[predicted]}
-    wrong = client.get("/api/samples", params={"run": "packed", "show": "wrong", "order": "unsure"}).json()
+    wrong = client.get("/api/samples", params={"run": "packed"}).json()
     assert wrong["total"] == 20
     assert not any(s["right"] for s in wrong["samples"])
 
@@ -282,23 +256,28 @@ def test_images_are_those_of_the_packs_rows_or_of_the_report(client: TestClient)
         answer = client.get("/api/image", params={"run": "packed", "index": index})
         with Image.open(io.BytesIO(answer.content)) as image:
             assert image.getpixel((0, 0)) == (4 * ((59 - index) % 30), 0, 0)
-    assert "Only the 50 images of the report" in client.get("/api/answers", params={"run": "plain"}).json()["images"]
-    page = client.get("/api/samples", params={"run": "plain", "order": "data"}).json()
-    assert [s["image"] for s in page["samples"]] == [True] * 50 + [False] * 10
+    assert client.get("/api/answers", params={"run": "packed"}).json()["kept"] is None
+    assert client.get("/api/answers", params={"run": "plain"}).json()["kept"] == 50
+    shown = client.get("/api/samples", params={"run": "plain"}).json()["samples"]
+    assert [s["image"] for s in shown] == [s["i"] < 50 for s in shown]
     assert client.get("/api/image", params={"run": "plain", "index": 3}).headers["content-type"] == "image/png"
     assert client.get("/api/image", params={"run": "plain", "index": 55}).status_code == 404
 
 
-def test_a_pack_that_is_gone_or_another_is_named(every_run: Path, tmp_path: Path) -> None:
+def test_a_pack_that_is_gone_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", CLASSES)
     arrays = dict(np.load(run / "predictions.npz"))
     np.savez(run / "predictions.npz", **arrays, row=np.arange(60))
-    summary = json.loads((run / "summary.json").read_text())
-    for number, pack in enumerate((tmp_path / "none", every_run.parent / "the.pack")):
-        content = summary | {"pack": str(pack), "pack_fingerprint": "0"}
-        (run / "summary.json").write_text(json.dumps(content))
-        os.utime(run / "predictions.npz", ns=(0, number))  # as a new one
-        assert "not in the cache; flatout evaluate" in read_stored(run).why
+    summary = json.loads((run / "summary.json").read_text()) | {"pack": str(tmp_path / "none")}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert read_stored(run).summary()["kept"] == 50
+
+
+def test_only_changed_files_of_a_run_are_sent(client: TestClient) -> None:
+    first = client.get("/api/changes", params={"run": "plain"}).json()
+    assert [line["epoch"] for line in first["metrics"]] == [1, 2, 3, 4]
+    again = client.get("/api/changes", params={"run": "plain", **first["stamps"]}).json()
+    assert again == {"stamps": first["stamps"]}
 
 
 @pytest.mark.parametrize(
@@ -307,10 +286,9 @@ def test_a_pack_that_is_gone_or_another_is_named(every_run: Path, tmp_path: Path
         ("run", {"run": "nowhere"}, "nowhere: there is no such run"),
         ("file", {"run": "plain", "name": "../plain/summary.json"}, "there is no"),
         ("file", {"run": "plain", "name": "summary.json"}, "there is no summary.json"),
-        ("events", {"run": "plain", "log": "../../x"}, "is not a run log"),
-        ("events", {"since": "abc"}, "since = 'abc': must be a whole number"),
-        ("samples", {"run": "packed", "show": "some"}, "show is all, wrong or right"),
-        ("image", {"run": "packed", "index": 60}, "there is no image 60"),
+        ("changes", {"run": "plain", "name": "rank-/../../x.log"}, "is not a run log"),
+        ("runs", {"version": "abc"}, "version = 'abc': must be a whole number"),
+        ("image", {"run": "packed", "index": 60}, "image 60 was not kept"),
         ("answers", {"run": "empty"}, "no epoch was finished"),
     ],
 )
@@ -318,55 +296,6 @@ def test_a_wrong_request_gets_a_message(client: TestClient, path: str, values: d
     answer = client.get(f"/api/{path}", params=values)
     assert answer.status_code == 404
     assert message in answer.json()["error"]
-
-
-def test_an_image_is_classified(client: TestClient, every_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def classify(content: bytes) -> dict[str, Any]:
-        return client.post("/api/classify", params={"run": "plain"}, content=content).json()
-
-    assert classify(b"12345") == {"predictions": [], "size": 5}
-    assert "empty" in classify(b"")["error"]
-    monkeypatch.setattr(board, "MAX_UPLOAD_BYTES", 4)
-    assert "has more than" in classify(b"12345")["error"]
-    assert client.get("/api/classify", params={"run": "plain"}).status_code == 405
-    with pytest.raises(InputError, match=r"weights\.safetensors is missing"):
-        board.classify_image(every_run / "plain", b"no image")
-
-
-def test_few_uploads_are_received_at_a_time_and_not_for_ever(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploads that never end hold little memory, and the next one is answered after their time."""
-    monkeypatch.setattr(board, "UPLOAD_SECONDS", 0.5)
-    app = board.make_app(store, TOKEN, classify=lambda run, content: {"size": len(content)})
-    scope = {
-        "type": "http", "method": "POST", "path": "/api/classify", "query_string": b"run=plain", "server": ("x", 80),
-        "headers": [(b"host", b"localhost"), (b"cookie", f"flatout-board-80={TOKEN}".encode())],
-    }  # fmt: skip
-    received = 0
-
-    async def upload(*parts: bytes) -> int:
-        waiting, status = list(parts), 0
-
-        async def receive() -> dict[str, Any]:
-            nonlocal received
-            if not waiting:
-                await asyncio.sleep(60)
-            received += 1
-            return {"type": "http.request", "body": waiting.pop(0), "more_body": parts == (b"unfinished",)}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        await app(dict(scope), receive, send)
-        return status
-
-    async def run() -> list[int]:
-        unfinished = [asyncio.create_task(upload(b"unfinished")) for _ in range(6)]
-        await asyncio.sleep(0.2)
-        assert received == board.UPLOADS_AT_ONCE
-        return await asyncio.gather(upload(b"whole"), *unfinished)
-
-    assert asyncio.run(run()) == [200, *[404] * 6]
 
 
 def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +366,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "numbers", CLASSES, task="regression", test_mae=1234.5, test_r2=0.5)
     write_run(folder / HOSTILE, CLASSES, notes=["<b>bold</b>"])
     write_run(folder / "broken", CLASSES).joinpath("summary.json").write_text("{ this is cut")
-    write_run(folder / "newer", CLASSES, versions={"flatout": "99.0"})
+    write_run(folder / "failed", CLASSES, stopped="failed: training diverged")
     text = (folder / "other" / "recipe.toml").read_text()
     (folder / "other" / "recipe.toml").write_text(text.replace("lr = 0.05", "lr = 0.5"))
     return folder
@@ -487,7 +416,7 @@ def names(page: Any) -> list[str]:
 @in_browser
 def test_the_table_is_searched_filtered_and_sorted(page: Any) -> None:
     assert "token" not in page.url
-    assert set(names(page)) == {"packed", "other", "numbers", HOSTILE, "broken", "newer"}
+    assert set(names(page)) == {"packed", "other", "numbers", HOSTILE, "broken", "failed"}
     assert page.inner_text(f'tr[data-id="{HOSTILE}"] .c-name').strip() == HOSTILE
     page.click("thead .c-score button")
     assert page.get_attribute("thead .c-score", "aria-sort") == "descending"
@@ -499,8 +428,8 @@ def test_the_table_is_searched_filtered_and_sorted(page: Any) -> None:
     page.keyboard.press("Escape")
     page.click("text=Attention")
     page.wait_for_function("document.querySelectorAll('tr[data-id]').length == 2")
-    assert set(names(page)) == {"broken", "newer"}
-    assert "newer than this one" in page.get_attribute('tr[data-id="newer"] .status', "title")
+    assert set(names(page)) == {"broken", "failed"}
+    assert "training diverged" in page.get_attribute('tr[data-id="failed"] .status', "title")
     page.select_option("select[aria-label=Job]", "another")
     assert "No run matches" in page.inner_text("main")
 
@@ -515,19 +444,11 @@ def test_a_cell_opens_its_images(page: Any) -> None:
     title = page.get_attribute(".confusion button.miss >> nth=0", "title")
     actual, rest = title.split(" taken for ")
     predicted, number = rest.rsplit(": ", 1)
-    assert page.inner_text(".gallery-tools .total") == f"{number} images"
+    page.wait_for_selector(f"#gallery h2:text-is('{actual} / {predicted}')")
+    assert page.inner_text("#gallery .total") == f"{number} images"
     labels = page.eval_on_selector_all(".tile .label", "all => all.map(one => one.textContent)")
-    assert set(labels) == {f"{actual} / {predicted}"}
-    assert page.evaluate(
-        "[...document.querySelectorAll('.tile img')].every(i => i.complete ? i.naturalWidth == 8 : true)"
-    )
-    page.click(".tile >> nth=0")
-    page.wait_for_selector("dialog[open] .bars li")
-    first = page.inner_text("dialog .quiet")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("text => document.querySelector('dialog .quiet').textContent != text", arg=first)
-    page.keyboard.press("Escape")
-    assert not page.query_selector("dialog[open]")
+    assert labels == [f"{actual} / {predicted}"] * int(number)
+    page.wait_for_function("[...document.querySelectorAll('.tile img')].some(i => i.naturalWidth == 8)")
 
 
 @in_browser
@@ -577,9 +498,7 @@ VIEWS = {
     "#/run/packed": ".curve canvas",
     "#/run/packed/predictions": ".confusion",
     "#/run/packed/log": ".log",
-    "#/run/packed/classify": ".drop",
     "#/compare/packed/other": "table.compare code",
-    "#/charts": ".empty",
 }
 
 
@@ -609,67 +528,9 @@ def test_nothing_is_wider_than_a_phone_or_moves_while_a_page_loads(browser: Any,
     context.close()
 
 
-@in_browser
-def test_a_thousand_runs(browser: Any, tmp_path: Path, serve: Callable[..., Served]) -> None:
-    """Only the rows in the window exist, and all can be reached."""
-    source = write_run(tmp_path / "one", CLASSES)
-    for number in range(1000):
-        shutil.copytree(source, tmp_path / "runs" / f"run-{number:04}", ignore=shutil.ignore_patterns("*.npz"))
-    board = serve(tmp_path / "runs", "--port", "0")
-    context = browser.new_context(viewport={"width": 1280, "height": 860})
-    page = context.new_page()
-    page.goto(board.url)
-    page.wait_for_selector("text=1,000 in ")
-    page.click("thead .c-name button")
-    page.wait_for_selector('tr[data-id="run-0000"]')
-    assert len(names(page)) < 60
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    assert page.evaluate("document.activeElement.dataset.id") == "run-0002"
-    page.keyboard.press("End")
-    page.wait_for_selector('tr[data-id="run-0999"]')
-    # Columns that a phone does not show take no room, with rows above and below that do not exist.
-    page.set_viewport_size({"width": 390, "height": 844})
-    # Rows come and go after a change of the size, so that one found before may be gone.
-    page.wait_for_function("document.querySelector('td.c-name').getBoundingClientRect().width > 100")
-    context.close()
-    assert board.end(signal.SIGTERM)[0] == 143
-
-
 @pytest.mark.slow
 def test_a_port_in_use(served: Served, tmp_path: Path, serve: Callable[..., Served]) -> None:
     board = serve(tmp_path, "--port", str(served.port))
     assert board.port > served.port
     assert f"port {served.port} is in use: using {board.port}" in board.said
-    assert board.end()[0] == 130
-
-
-@in_browser
-def test_the_first_run_appears_and_answers_an_image(
-    browser: Any, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page is open before there is a folder; then one of the run's images is classified."""
-    from sklearn.datasets import load_digits
-
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    board = serve(tmp_path / "runs", "--port", "0")
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(board.url)
-    page.wait_for_selector("text=This folder does not exist yet.")
-    out = tmp_path / "runs" / "digits"
-    assert main(["train", "digits", "--epochs", "1", "--devices", "cpu", "--out", str(out)]) == 0
-    page.wait_for_selector('tr[data-id="digits"] .is-finished')
-    summary = json.loads((out / "summary.json").read_text())
-    assert page.inner_text('tr[data-id="digits"] .c-score').strip() == f"{summary['test_accuracy']:.4f}"
-    digits: Any = load_digits()
-    Image.fromarray((digits.images[0] * 255 / 16).round().astype("uint8")).save(tmp_path / "zero.png")
-    page.click('tr[data-id="digits"]')
-    page.click("#tab-classify")
-    page.set_input_files("input[type=file]", str(tmp_path / "zero.png"))
-    page.wait_for_selector(".bars li", timeout=120_000)
-    assert len(page.query_selector_all(".bars li")) == 5
-    page.set_input_files("input[type=file]", str(out / "recipe.toml"))
-    page.wait_for_selector(".asked .stopped")
-    context.close()
-    assert board.end()[0] == 130
+    assert board.end(signal.SIGTERM)[0] == 143

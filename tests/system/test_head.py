@@ -14,9 +14,7 @@ from torch import nn
 import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
-from flatout.tasks.multi_label import MultiLabel
-from flatout.tasks.regression import Regression
-from flatout.tasks.single_label import SingleLabel
+from flatout.tasks import MultiLabel, Regression, SingleLabel
 from flatout.train import head_stage
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError

@@ -130,16 +130,6 @@ def test_the_worst_answers_and_the_confusion(run: flatout.Run) -> None:
     assert confused.frame().loc["0", "1"] == confused.counts[0, 1]
 
 
-def test_a_recipe_shows_itself(run: flatout.Run) -> None:
-    shown = run.recipe._repr_html_()
-    assert '<b>label_smoothing</b></th><td style="text-align:left">0.1<' in shown
-    assert ">seed<" in shown
-    assert "&#x27;torch:RAdam&#x27;" in shown
-    hostile = run.recipe.override({"model": HOSTILE, "class_weights": {HOSTILE: 2.0}})._repr_html_()
-    assert hostile.count("&lt;script&gt;") == 2
-    assert "<script" not in hostile
-
-
 def test_hostile_names_stay_text_in_notebooks(run: flatout.Run) -> None:
     images, labels = make_arrays(30)
     look = flatout.look(images, np.array(["low", HOSTILE, "high"])[labels], quiet=True)

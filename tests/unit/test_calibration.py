@@ -16,8 +16,7 @@ from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar
 from flatout.report.page import draw_all
-from flatout.tasks import task_named
-from flatout.tasks.single_label import wilson
+from flatout.tasks import task_named, wilson
 
 ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
 

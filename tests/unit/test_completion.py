@@ -21,52 +21,29 @@ done
 """
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return what bash offers for some beginnings, in a folder with a file and a folder."""
-    if not shutil.which("bash"):
-        pytest.skip("needs bash")
-    folder = tmp_path_factory.mktemp("completion")
-    (folder / "script").write_text(completion("bash"))
-    (folder / "photos").mkdir()
-    (folder / "phone.csv").touch()
-    lines = [
-        "flatout _",
-        "flatout train --weig",
-        "flatout train --track _",
-        "flatout train fashion",
-        "flatout train pho",
-        "flatout train --set augment.f",
-        "flatout train --out pho",
-        "flatout predict pho",
-        "flatout completion _",
-        "flatout pack --resize _",
-    ]
-    given = "".join(f"{line}\n" for line in lines)
-    done = subprocess.run(["bash", "-c", ASK], input=given, cwd=folder, capture_output=True, text=True, check=True)
-    return {line: found.split() for line, found in zip(lines, done.stdout.splitlines(), strict=True)}
+OFFERED = {
+    "flatout train --weig": {"--weights"},
+    "flatout train --track _": {"tensorboard", "wandb", "trackio", "mlflow"},
+    "flatout train fashion": {"fashion-mnist", "fashion-mnist-keras"},
+    "flatout train pho": {"photos", "phone.csv"},
+    "flatout train --set augment.f": {"augment.flip="},
+    "flatout train --out pho": {"photos"},
+    "flatout predict pho": {"photos", "phone.csv"},
+    "flatout completion _": {"bash", "zsh", "fish"},
+    "flatout pack --resize _": {"squash", "crop", "pad"},
+}
 
 
-@pytest.mark.parametrize(
-    ("begun", "offered"),
-    [
-        ("flatout train --weig", {"--weights"}),
-        ("flatout train --track _", {"tensorboard", "wandb", "trackio", "mlflow"}),
-        ("flatout train fashion", {"fashion-mnist", "fashion-mnist-keras"}),
-        ("flatout train pho", {"photos", "phone.csv"}),
-        ("flatout train --set augment.f", {"augment.flip="}),
-        ("flatout train --out pho", {"photos"}),
-        ("flatout predict pho", {"photos", "phone.csv"}),
-        ("flatout completion _", {"bash", "zsh", "fish"}),
-        ("flatout pack --resize _", {"squash", "crop", "pad"}),
-    ],
-)
-def test_bash_completes(begun: str, offered: set[str], asked: dict[str, list[str]]) -> None:
-    assert {word.rstrip("/") for word in asked[begun]} == offered
-
-
-def test_bash_completes_every_command(asked: dict[str, list[str]]) -> None:
-    assert set(COMMANDS) <= set(asked["flatout _"])
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_bash_completes(tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(completion("bash"))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "phone.csv").touch()
+    given = "".join(f"{line}\n" for line in ["flatout _", *OFFERED])
+    done = subprocess.run(["bash", "-c", ASK], input=given, cwd=tmp_path, capture_output=True, text=True, check=True)
+    commands, *found = [{word.rstrip("/") for word in line.split()} for line in done.stdout.splitlines()]
+    assert set(COMMANDS) <= commands
+    assert dict(zip(OFFERED, found, strict=True)) == OFFERED
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -30,7 +30,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save(root / split / "<script>alert(1)<_script>" / f"{i}.png")
             save(root / split / "dogs" / f"{i}.jpg")
     save(root / "train" / "dogs" / "long.png", 200, 8)
-    Image.new("RGB", (24, 20), "white").save(root / "train" / "dogs" / "white.png")
+    save(root / "train" / "dogs" / "last.png")
     (root / "test" / "dogs" / "text.jpg").write_text("no image")
     return root
 
@@ -48,7 +48,6 @@ def test_outliers_and_counts_are_named(looked: Path):
     assert figures["images"] == {"train": 14, "test": 5}
     assert figures["counts"]["train"]["dogs"] == 8
     assert figures["extreme"] == ["train/dogs/long.png"]
-    assert figures["blank"] == ["train/dogs/white.png"]
     assert list(figures["unreadable"]) == ["test/dogs/text.jpg"]
     assert figures["widths"] == {"smallest": 24, "median": 24, "largest": 200}
     assert figures["recipe"]["image_size"] == 16
@@ -60,8 +59,6 @@ def test_the_page_is_self_contained_and_escapes_names(looked: Path):
     assert "<script>alert" not in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
     assert page.count('<div class="first">') == 6, "augmented images"
-    with Image.open(looked / "look.png") as picture:
-        assert picture.width > 500
 
 
 def test_augmented_images_are_those_of_training():
@@ -95,12 +92,10 @@ def test_mixed_images_are_shown_mixed():
 @pytest.mark.parametrize("task", ["multi-label", "regression"])
 def test_other_tasks_and_notebooks(task: str):
     images = RNG.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
-    images[4] = 7
     labels = np.eye(3, dtype=np.uint8)[np.arange(30) % 3] if task == "multi-label" else RNG.normal(size=30)
     look = flatout.look(images, labels, task=task, quiet=True)
     assert look.source.task == task
-    assert look.figures["blank"] == ["train[4]"]
-    assert [group.count for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
+    assert [group.size for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
     assert look._repr_html_().startswith("<div><iframe srcdoc=")
 
 
@@ -110,4 +105,4 @@ def test_thousands_of_classes_are_a_selection():
     groups = look.groups()
     assert len(groups) == 20
     assert groups[0].name == "7"
-    assert groups[0].count == 51
+    assert groups[0].size == 51

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flatout.report import pictures
-from flatout.tasks import single_label
-from flatout.tasks.single_label import SingleLabel
+from flatout.tasks import SingleLabel
 from flatout.utils import style
 from tests.unit.runs import epoch_line
 
@@ -71,10 +70,10 @@ def test_long_titles_stay_in_their_columns(tmp_path: Path):
 def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
     classes = [f"a rather long name {i}" for i in range(count)]
     path = tmp_path / "c.png"
-    single_label.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
+    pictures.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
     assert coloured(pixels(path), style.RIGHT) > 500
     assert coloured(pixels(path), style.WRONG) == 0
-    single_label.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
+    pictures.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
     assert coloured(pixels(path), style.WRONG) > 500
     assert coloured(pixels(path), style.RIGHT) == 0
     assert path.stat().st_size < 400_000

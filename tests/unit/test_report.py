@@ -15,7 +15,6 @@ import pytest
 from flatout.cli.main import main
 from flatout.report import pictures
 from flatout.report.page import draw_all
-from flatout.tasks import single_label
 from flatout.utils.errors import InputError
 from tests.unit.runs import RECIPE, epoch_line, summary_of, write_run
 
@@ -37,8 +36,8 @@ def replace_predictions(run: Path, **changes: Any) -> None:
 @pytest.fixture
 def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
-    for module, name in ((pictures, "draw_curves"), (pictures, "draw_predictions"), (single_label, "draw_confusion")):
-        monkeypatch.setattr(module, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
+    for name in ("draw_curves", "draw_predictions", "draw_answers"):
+        monkeypatch.setattr(pictures, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
 
 
 class Page(HTMLParser):
@@ -239,30 +238,6 @@ def test_a_value_of_another_type_is_named(tmp_path: Path, capsys: Any, key: str,
     (run / "summary.json").write_text(json.dumps(summary | {key: value}))
     assert main(["report", str(run)]) == 2
     assert re.fullmatch(rf"flatout: .*summary\.json: {message}: .*\n", capsys.readouterr().err)
-
-
-@pytest.mark.usefixtures("page_alone")
-def test_a_run_of_an_older_version_has_a_page(tmp_path: Path):
-    run = write_run(tmp_path / "run", ["cat", "dog"])
-    new = ("train_loss_by_step", "kept_epoch", "notes", "verdict", "time_seconds", "date", "machine", "versions")
-    summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k not in new}))
-    draw_all(run)
-    assert "80 of 100 right" in Page(run / "report.html").sections[""]
-
-
-@pytest.mark.parametrize("file", ["run/class_names.csv", "data/LOC_synset_mapping.txt"])
-@pytest.mark.usefixtures("page_alone")
-def test_readable_names_of_classes(tmp_path: Path, file: str):
-    (tmp_path / "data").mkdir()
-    run = write_run(tmp_path / "run", ["n01440764", "n02102040"])
-    (run / "recipe.toml").write_text(RECIPE.override({"data.path": str(tmp_path / "data")}).to_toml())
-    separator = "," if file.endswith(".csv") else " "
-    (tmp_path / file).write_text(f"n01440764{separator}tench, Tinca tinca\nn02102040{separator}springer\nn9 cat\n")
-    draw_all(run)
-    table = Page(run / "report.html").sections["Results of each class"]
-    assert "tench, Tinca tinca" in table
-    assert "n01440764" not in table
 
 
 @pytest.mark.usefixtures("page_alone")

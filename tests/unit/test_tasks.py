@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.config import Recipe
 from flatout.data.splits import split_by_labels
+from flatout.report import pictures
 from flatout.report.verdict import verdict
 from flatout.tasks import TASKS, task_named, task_of, with_task
 from flatout.utils.errors import InputError
@@ -173,9 +174,10 @@ def test_pictures_are_drawn_of_any_answers(tmp_path: Path, count: int) -> None:
     names = [f"class {i} with a name of many words" for i in range(count)]
     probabilities, labels = random_labels(0, 30, count)
     probabilities[3] = np.nan
-    SEVERAL.draw(tmp_path / "several.png", SEVERAL.decided(probabilities), labels, names)
+    rows = SEVERAL.per_class(SEVERAL.decided(probabilities), labels, names)
+    pictures.draw_class_scores(tmp_path / "several.png", rows)
     numbers = np.linspace(-5, 5, count).astype(np.float32)
-    NUMBERS.draw(tmp_path / "numbers.png", np.where(numbers > 4, np.nan, numbers), numbers, ())
+    pictures.draw_numbers(tmp_path / "numbers.png", np.where(numbers > 4, np.nan, numbers), numbers, "numbers")
     assert all((tmp_path / f"{name}.png").stat().st_size > 2000 for name in ("several", "numbers"))
 
 

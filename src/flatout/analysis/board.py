@@ -7,14 +7,11 @@ machine, so that no page of another site can read anything. Errors are answered 
 import asyncio
 import contextlib
 import errno
-import json
+import re
 import secrets
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -28,14 +25,13 @@ from starlette.responses import (
     PlainTextResponse,
     RedirectResponse,
     Response,
-    StreamingResponse,
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
-from flatout.analysis.board_runs import CHARTS, ORDERS, RunStore, Watch, compare_runs, read_stored, run_details
+from flatout.analysis.board_runs import RunStore, compare_runs, read_changes, read_stored, run_details
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -44,22 +40,16 @@ HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 100
 # Time limit of open requests when the server ends.
 GRACE_SECONDS = 1
 LOOK_SECONDS = 1.0
-# A comment line keeps the stream open, and detects a closed connection.
-IDLE_SECONDS = 15.0
-# Limits of images to classify: concurrent uploads, bytes, and seconds for each.
-UPLOADS_AT_ONCE, MAX_UPLOAD_BYTES, UPLOAD_SECONDS = 2, 64 * 2**20, 60.0
-MODELS_KEPT = 2
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # A report has its own policy, without access to the board.
 FILE_POLICY = "sandbox allow-scripts allow-popups"
-SERVED = {run_files.REPORT, *run_files.PICTURES, *(picture for _, _, picture in CHARTS)}
+SERVED = {run_files.REPORT, *run_files.PICTURES}
 STATIC = Path(__file__).parent / "static"
 STYLE = Path(report.__path__[0]) / "style.css.j2"
 NO_TOKEN = "This page needs its token: open the address that `flatout board` has printed.\n"
-Classify = Callable[[Path, bytes], dict[str, Any]]
 
 
 class Gate:
@@ -89,17 +79,11 @@ class Gate:
 
 
 class BoardApp:
-    """The handlers of requests.
+    """The handlers of requests."""
 
-    Args:
-        is_ending: returns whether streams must end because the server does.
-        classify: classifies an image; a parameter for tests without a model.
-    """
-
-    def __init__(self, store: RunStore, is_ending: Callable[[], bool], classify: Classify | None = None) -> None:
-        self.store, self.is_ending, self.classify = store, is_ending, classify or classify_image
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
         self._looking, self._looked = asyncio.Lock(), 0.0
-        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
     def routes(self) -> list[Route]:
         """Return the addresses and their handlers."""
@@ -107,7 +91,7 @@ class BoardApp:
             "/": self._page,
             "/style.css": self._style,
             "/api/runs": self._runs,
-            "/api/events": self._events,
+            "/api/changes": self._changes,
             "/api/run": self._details,
             "/api/compare": self._compare,
             "/api/answers": self._predictions,
@@ -115,8 +99,7 @@ class BoardApp:
             "/api/image": self._image,
             "/api/file": self._file,
         }
-        upload = Route("/api/classify", self._classify, methods=["POST"])
-        return [*(Route(path, handler) for path, handler in handlers.items()), upload]
+        return [Route(path, handler) for path, handler in handlers.items()]
 
     async def look(self) -> None:
         """Look for changes, once a second for all readers together."""
@@ -133,35 +116,17 @@ class BoardApp:
         return FileResponse(STYLE, media_type="text/css")
 
     async def _runs(self, request: Request) -> Response:
-        return JSONResponse({"folder": str(self.store.root.absolute()), **self.store.since(0)})
+        version = _number(request, "version") or 0
+        if self.store.is_complete:  # else `look` is still reading, and the page shows what it has found
+            await self.look()
+        return JSONResponse(self.store.content(version))
 
-    async def _events(self, request: Request) -> Response:
-        version = _whole(request.headers.get("last-event-id", ""), "last-event-id") or _number(request, "since") or 0
-        watch = None
-        if run := request.query_params.get("run"):
-            log = request.query_params.get("log", "rank-0.log")
-            if not (log.startswith("rank-") and log.endswith(".log") and "/" not in log):
-                raise InputError(f"{log}: is not a run log")
-            watch = Watch(self.store.path_of(run), log)
-        headers = {"cache-control": "no-store"}
-        return StreamingResponse(self._stream(version, watch), media_type="text/event-stream", headers=headers)
-
-    async def _stream(self, version: int, watch: Watch | None) -> AsyncIterator[str]:
-        quiet = 0.0
-        while not self.is_ending():
-            if watch is not None and (news := await run_in_threadpool(watch.news)):
-                yield f"event: run\ndata: {json.dumps(news)}\n\n"
-            if self.store.version != version:
-                changes = self.store.since(version)
-                version, quiet = changes["version"], 0.0
-                yield f"event: runs\nid: {version}\ndata: {json.dumps(changes)}\n\n"
-            elif quiet >= IDLE_SECONDS:
-                quiet = 0.0
-                yield ": \n\n"
-            await asyncio.sleep(LOOK_SECONDS if self.store.is_complete else 0.1)
-            quiet += LOOK_SECONDS
-            if self.store.is_complete:
-                await self.look()
+    async def _changes(self, request: Request) -> Response:
+        name = request.query_params.get("name", "rank-0.log")
+        if not re.fullmatch(r"rank-[\w.-]+\.log", name):
+            raise InputError(f"{name}: is not a run log")
+        stamps = {key: request.query_params.get(key, "") for key in ("metrics", "live", "log")}
+        return JSONResponse(await run_in_threadpool(read_changes, self._path(request), name, stamps))
 
     async def _details(self, request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run_details, self._path(request)))
@@ -176,20 +141,12 @@ class BoardApp:
 
     async def _samples(self, request: Request) -> Response:
         found = await run_in_threadpool(read_stored, self._path(request))
-        if "index" in request.query_params:
-            return JSONResponse(found.sample(_number(request, "index") or 0))
-        given = request.query_params
-        show, order = given.get("show", "all"), given.get("order", ORDERS[0])
-        if show not in ("all", "wrong", "right") or order not in ORDERS:
-            raise InputError("show is all, wrong or right, and order is one of " + ", ".join(ORDERS))
-        chosen = {name: _number(request, name) for name in ("actual", "predicted")}
-        part = {"offset": _number(request, "offset") or 0, "limit": _number(request, "limit") or 100}
-        result = await run_in_threadpool(lambda: found.samples(**chosen, **part, show=show, order=order))
-        return JSONResponse(result)
+        chosen = (_number(request, name) for name in ("actual", "predicted"))
+        return JSONResponse(await run_in_threadpool(found.samples, *chosen))
 
     async def _image(self, request: Request) -> Response:
-        path, index, full = self._path(request), _number(request, "index") or 0, "full" in request.query_params
-        kind, content = await run_in_threadpool(lambda: read_stored(path).image(index, full=full))
+        found = await run_in_threadpool(read_stored, self._path(request))
+        kind, content = await run_in_threadpool(found.image, _number(request, "index") or 0)
         return Response(content, media_type=kind, headers={"cache-control": "private, max-age=3600"})
 
     async def _file(self, request: Request) -> Response:
@@ -199,59 +156,12 @@ class BoardApp:
             raise InputError(f"there is no {name} in {path.parent}")
         return FileResponse(path, headers={"content-security-policy": FILE_POLICY, "cache-control": "no-cache"})
 
-    async def _classify(self, request: Request) -> Response:
-        path = self._path(request)
-        async with self._uploads:
-            try:
-                async with asyncio.timeout(UPLOAD_SECONDS):
-                    content = await _received(request)
-            except TimeoutError:
-                raise InputError(f"the image was not received within {UPLOAD_SECONDS:g} s") from None
-            return JSONResponse(await run_in_threadpool(self.classify, path, content))
-
     def _path(self, request: Request) -> Path:
         return self.store.path_of(request.query_params.get("run", ""))
 
 
-async def _received(request: Request) -> bytes:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_UPLOAD_BYTES:
-            raise InputError(f"the image has more than {MAX_UPLOAD_BYTES >> 20} MiB")
-    if not content:
-        raise InputError("the file is empty")
-    return bytes(content)
-
-
-# One image at a time, and few loaded models.
-_classifying = threading.Lock()
-
-
-def classify_image(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the `predictions` of one image. Raises InputError if the image or the run cannot be read."""
-    weights = path / run_files.WEIGHTS
-    with _classifying:
-        run = _loaded(path, weights.stat().st_mtime_ns if weights.is_file() else 0)
-        try:
-            return run.predict(content)[0].to_dict()
-        except InputError as error:
-            # The image has no name here.
-            raise InputError(str(error).replace("these images cannot be read:\n0: ", "the file ")) from None
-
-
-@lru_cache(MODELS_KEPT)
-def _loaded(path: Path, changed: int) -> Any:
-    from flatout.inference.run import load
-
-    return load(path)
-
-
 def _number(request: Request, name: str) -> int | None:
-    return _whole(request.query_params.get(name, ""), name)
-
-
-def _whole(text: str, name: str) -> int | None:
+    text = request.query_params.get(name, "")
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
@@ -268,11 +178,9 @@ async def _fail(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
-def make_app(
-    store: RunStore, token: str, *, is_ending: Callable[[], bool] = lambda: False, classify: Classify | None = None
-) -> Starlette:
+def make_app(store: RunStore, token: str) -> Starlette:
     """Return the application, which reads the runs when it starts."""
-    board = BoardApp(store, is_ending, classify)
+    board = BoardApp(store)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -308,14 +216,16 @@ def serve_board(folder: Path, port: int | None, console: Console) -> None:
             console.note(f"port {port} is in use: using {free}")
         if not folder.is_dir():
             console.note(f"{folder} does not exist yet: runs are shown as soon as they appear")
-        app = make_app(RunStore(folder), token, is_ending=lambda: server.should_exit)
         config = uvicorn.Config(
-            app, log_level="critical", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, ws="none"
+            make_app(RunStore(folder), token),
+            log_level="critical",
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            ws="none",
         )
-        server = uvicorn.Server(config)
         console.note(f"the runs in {folder}: http://{HOST}:{free}/?token={token}")
         console.note("Ctrl-C ends the board")
-        server.run(sockets=[listening])
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listen(port: int) -> socket.socket:

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -19,17 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from flatout import __version__
-from flatout.analysis.lr_finder import LR_CHART, LR_RESULT
-from flatout.analysis.plan import PLAN_CHART, PLAN_RESULT
-from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
-from flatout.data.detect import DIGITS
-from flatout.data.pack import open_pack
+from flatout.analysis.scale import SCALE_RESULT
+from flatout.inference.predictions import pack_images
 from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
-from flatout.tasks import task_named
-from flatout.tasks.base import Task
-from flatout.tasks.single_label import confusion
+from flatout.tasks import Task, confusion, task_named
 from flatout.train.claim import Holder, holder
 from flatout.utils import run_files
 from flatout.utils.errors import InputError
@@ -43,12 +37,6 @@ SILENT_SECONDS = 120.0
 # A folder changed this recently may change again with the same time.
 CLOCK_SECONDS = 0.1
 SPARK_POINTS = 32
-# Charts of other commands, with their figures: kind, file of figures, picture.
-CHARTS = (
-    ("scaling", SCALE_RESULT, SCALE_CHART),
-    ("plan", PLAN_RESULT, PLAN_CHART),
-    ("learning rate", LR_RESULT, LR_CHART),
-)
 _OF_A_RUN = {METRICS, SUMMARY, WEIGHTS}
 _NOT_RUNS = {run_files.CHECKPOINTS, run_files.LOGS}
 # Metrics on a run's page, except for the main one.
@@ -59,71 +47,47 @@ FIGURES = (
 )
 # Bytes at the end of logs and live metrics that a page receives.
 TAIL_BYTES = 2**19
-# Runs whose predictions are kept, images of an answer, the size of a single image, and the orders of a gallery.
-KEPT_RUNS, MAX_AT_ONCE, FULL_PIXELS = 4, 500, 2048
-ORDERS = ("confident", "unsure", "data")
+# Runs whose predictions are kept, and images of a cell of the confusion matrix that are shown.
+KEPT_RUNS, MAX_IMAGES = 4, 200
 
 
 # --- all runs ---------------------------------------------------------------------------------------------------------
 
 
 class RunStore:
-    """The runs below a folder and their charts, as plain values. Every change gets a version number.
-
-    Versions are larger than those of earlier boards, for pages that stay open.
+    """The runs below a folder, as plain values.
 
     Attributes:
         root: the folder; it may appear later.
-        version: that of the last change.
+        version: a number that every change increases, above those of boards that were started earlier.
         is_complete: whether all folders have been read once.
-        notes: sentences about the folder as a whole.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.version = self._first = time.time_ns() // 1000
+        self.version = time.time_ns() // 1000
         self.is_complete = False
-        self.notes: list[str] = []
         self._times: dict[Path, int | None] = {}
         self._runs: dict[str, dict[str, Any]] = {}
-        self._charts: dict[str, list[dict[str, Any]]] = {}
-        self._versions: dict[str, int] = {}
-        self._removed: dict[str, int] = {}
-        self._charts_version = self._first
+        self._folder: dict[str, Any] = {"folder": str(root.absolute()), "complete": False, "exists": False, "notes": []}
         self._lock = threading.Lock()
 
     def path_of(self, run: str) -> Path:
-        """Return the folder of a run or a chart. Raises InputError for an unknown name."""
-        if run not in self._runs and run not in self._charts:
+        """Return the folder of a run. Raises InputError for an unknown name."""
+        if run not in self._runs:
             raise InputError(f"{run}: there is no such run in {self.root}")
         return self.root / run
 
-    def since(self, version: int) -> dict[str, Any]:
-        """Return the changes after a version: `runs`, names in `removed`, and `charts` if one of them has changed.
-
-        After a version of an earlier board, everything is returned (`is_whole`) and replaces the content of a page.
-        """
+    def content(self, version: int = 0) -> dict[str, Any]:
+        """Return `runs` and the state of the folder; if `version` is the present one, only that."""
         with self._lock:
-            is_whole = version < self._first
-            changes = {
-                "version": self.version,
-                "is_whole": is_whole,
-                "complete": self.is_complete,
-                "exists": self.root.is_dir(),
-                "notes": list(self.notes),
-                "runs": [self._runs[name] for name, v in self._versions.items() if v > version],
-                "removed": [name for name, v in self._removed.items() if v > version],
-            }
-            if is_whole or self._charts_version > version:
-                changes["charts"] = [chart for charts in self._charts.values() for chart in charts]
-            return changes
+            if version == self.version:
+                return {"version": version}
+            return {"version": self.version, **self._folder, "runs": list(self._runs.values())}
 
     def refresh(self) -> None:
         """Look for changes."""
         found = {path: (changed, files) for path, changed, files in self._folders()}
-        self.notes = []
-        if len(found) >= MAX_FOLDERS:
-            self.notes.append(f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs.")
         now = time.time_ns()
         # The newest are first, at the top of the page, while the rest is read.
         for path, (changed, files) in sorted(found.items(), key=lambda item: -item[1][0]):
@@ -132,9 +96,14 @@ class RunStore:
                 self._times[path] = changed if now - changed > CLOCK_SECONDS * 1e9 else None
         for path in self._times.keys() - found.keys():
             del self._times[path]
-            self._keep(self._name(path), None, [])
-        if not self.is_complete:
-            self.is_complete, self.version = True, self.version + 1
+            self._keep(self._name(path), None)
+        few = f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs."
+        notes = [few] if len(found) >= MAX_FOLDERS else []
+        self.is_complete = True
+        folder = self._folder | {"complete": True, "exists": self.root.is_dir(), "notes": notes}
+        with self._lock:
+            self.version += folder != self._folder
+            self._folder = folder
 
     def _folders(self) -> Iterator[tuple[Path, int, set[str]]]:
         """Yield every folder with its time in nanoseconds and the names of its files."""
@@ -163,40 +132,17 @@ class RunStore:
 
     def _read(self, path: Path, files: set[str]) -> None:
         name = self._name(path)
-        charts = [
-            _chart(name, path, kind, result, picture if picture in files else None)
-            for kind, result, picture in CHARTS
-            if result in files
-        ]
-        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and not charts)
-        self._keep(name, _row(name, path) if is_run else None, charts)
+        # `flatout scale` writes a recipe next to the folders of its runs.
+        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
+        self._keep(name, _row(name, path) if is_run else None)
 
-    def _keep(self, name: str, row: dict[str, Any] | None, charts: list[dict[str, Any]]) -> None:
+    def _keep(self, name: str, row: dict[str, Any] | None) -> None:
         with self._lock:
-            if charts != self._charts.get(name, []):
+            if row != self._runs.get(name):
                 self.version += 1
-                self._charts_version = self.version
-                self._charts[name] = charts
-            if row == self._runs.get(name):
-                return
-            self.version += 1
-            if row is not None:
-                self._runs[name], self._versions[name] = row, self.version
-                self._removed.pop(name, None)
-            else:
-                del self._runs[name], self._versions[name]
-                self._removed[name] = self.version
-
-
-def _chart(name: str, path: Path, kind: str, result: str, picture: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": name, "kind": kind, "figures": result, "picture": picture}
-    try:
-        content = json.loads((path / result).read_text(encoding="utf-8"))
-        found |= {key: content.get(key) for key in ("job", "model", "date", "ended")}
-        found["findings"] = [str(sentence) for sentence in content.get("findings") or ()]
-    except (OSError, ValueError, AttributeError) as error:
-        found["problem"] = f"{result} cannot be read: {error}."
-    return found
+                self._runs.pop(name, None)
+                if row is not None:
+                    self._runs[name] = row
 
 
 def _row(name: str, path: Path) -> dict[str, Any]:
@@ -287,23 +233,13 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
 
 
 def _problems(files: RunFiles, status: str) -> list[str]:
-    """Return sentences about absent and damaged files, and about an unknown version."""
+    """Return sentences about absent and damaged files."""
     missing = dict(files.missing)
     if status == "running":
         missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
     if files.summary.get("folds"):
         missing.pop(METRICS, None)  # its folds have them
-    problems = list(missing.values())
-    if not files.recipe:
-        problems.append("recipe.toml is damaged: it is not valid TOML.")
-    version = (files.summary.get("versions") or {}).get("flatout") or ""
-    if _numbers(version) > _numbers(__version__):
-        problems.append(f"Written by flatout {version}, which is newer than this one ({__version__}): update flatout.")
-    return problems
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split("+")[0].split(".") if part.isdecimal()]
+    return [*missing.values(), *["recipe.toml is damaged: it is not valid TOML."] * (not files.recipe)]
 
 
 def _time_of(summary: dict[str, Any], path: Path) -> float:
@@ -355,31 +291,27 @@ def compare_runs(paths: dict[str, Path]) -> dict[str, Any]:
     return {"metrics": metrics, "differences": differences}
 
 
-class Watch:
-    """The files of a run whose page is open."""
+def read_changes(run: Path, log: str, stamps: Mapping[str, str]) -> dict[str, Any]:
+    """Return the lines of the files of a run that have changed: all `metrics`, the last ones of `live` and `log`.
 
-    def __init__(self, run: Path, log: str = "rank-0.log") -> None:
-        self._run = run
-        self._files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / log}
-        self._seen: dict[str, tuple[int, int, int]] = {}
-
-    def news(self) -> dict[str, Any]:
-        """Return the lines of those files that have changed: all `metrics`, and the last ones of `live` and `log`."""
-        found: dict[str, Any] = {}
-        for name, path in self._files.items():
-            try:
-                status = path.stat()
-                state = (status.st_ino, status.st_mtime_ns, status.st_size)
-                if self._seen.get(name) != state:
-                    found[name] = _last_lines(path)
-                    self._seen[name] = state
-            except OSError:
-                continue
-        if "metrics" in found:
-            found["metrics"] = run_files.read_metrics(self._run, {})
-        if "live" in found:
-            found["live"] = [line for text in found["live"] if (line := _object(text))]
-        return run_files.plain(found)
+    `stamps` are those of an earlier answer: inode, time and size of each file.
+    """
+    found: dict[str, Any] = {}
+    files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / log}
+    now = dict(stamps)
+    for name, path in files.items():
+        try:
+            status = path.stat()
+            now[name] = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+            if now[name] != stamps.get(name):
+                found[name] = _last_lines(path)
+        except OSError:
+            continue
+    if "metrics" in found:
+        found["metrics"] = run_files.read_metrics(run, {})
+    if "live" in found:
+        found["live"] = [line for text in found["live"] if (line := _object(text))]
+    return {**run_files.plain(found), "stamps": now}
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -404,98 +336,63 @@ def _object(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPredictions:
-    """The predictions of a run on test or validation images, with these images.
-
-    Attributes:
-        images: those of the pack, [P, H, W, C]; None without a pack.
-        why: the reason why there is no pack, or "".
-        white: the pixel value shown as white.
-        right, confidence: of each prediction, bool [N] and float [N]; `right` is None in regression.
-    """
+    """The predictions of a run on test or validation images; `pack` has these images, [P, H, W, C], if it is there."""
 
     stored: Predictions
     task: Task
     classes: list[str]
-    images: np.ndarray | None
-    why: str
-    white: int
-    right: np.ndarray | None
-    confidence: np.ndarray
+    pack: np.ndarray | None
 
     def summary(self) -> dict[str, Any]:
         """Return classes, counts and, where each image has one class, the cells of the confusion matrix."""
         stored, K = self.stored, len(self.classes)
-        shape = (stored.images if self.images is None else self.images).shape[1:3]
+        right = self.task.is_right(stored.predicted, stored.labels)
         found: dict[str, Any] = {
             "split": SPLIT_NAMES.get(stored.split, stored.split),
             "classes": self.classes,
             "count": len(stored.labels),
-            "wrong": None if self.right is None else int((~self.right).sum()),
-            "images": "" if self.images is not None else self.why,
-            "tiny": max(shape) < html.SMOOTH_FROM_PIXELS,
-            "shape": shape,
+            "wrong": None if right is None else int((~right).sum()),
+            "kept": None if self.pack is not None else len(stored.sample),
+            "tiny": max((stored.images if self.pack is None else self.pack).shape[1:3]) < html.SMOOTH_FROM_PIXELS,
         }
-        if stored.labels.ndim == 1 and self.right is not None:
+        if stored.labels.ndim == 1 and right is not None:
             matrix_KK = confusion(stored.predicted, stored.labels, K)
             rows, columns = np.nonzero(matrix_KK)
             found["cells"] = np.stack([rows, columns, matrix_KK[rows, columns]], axis=1).tolist()
             found["totals"] = np.bincount(stored.labels, minlength=K).tolist()
-        elif stored.labels.ndim == 2:
-            found["totals"] = stored.labels.astype(bool).sum(axis=0).tolist()
         return found
 
-    def samples(
-        self, *, actual: int | None, predicted: int | None, show: str, order: str, offset: int, limit: int
-    ) -> dict[str, Any]:
-        """Return a page of the images of a class, a prediction, or both; `show` is "all", "wrong" or "right"."""
+    def samples(self, actual: int | None, predicted: int | None) -> dict[str, Any]:
+        """Return the images of a cell of the confusion matrix, the surest first; without one, the worst mistakes."""
         stored = self.stored
-        is_wanted = np.ones(len(stored.labels), bool)
-        for wanted, labels in ((actual, stored.labels), (predicted, stored.predicted)):
-            if wanted is not None:
-                is_wanted &= labels == wanted if labels.ndim == 1 else labels[:, wanted] > 0
-        if show != "all" and self.right is not None:
-            is_wanted &= self.right == (show == "right")
-        found = np.flatnonzero(is_wanted)
-        if order != "data":
-            keys = self.confidence[found]
-            found = found[np.argsort(-keys if order == "confident" else keys, kind="stable")]
-        page = found[offset : offset + min(limit, MAX_AT_ONCE)]
-        return {"total": len(found), "offset": offset, "samples": [self._sample(int(i)) for i in page]}
-
-    def _sample(self, i: int) -> dict[str, Any]:
-        stored, task = self.stored, self.task
-        confidence = task.confidence(stored.predicted[i], stored.probabilities[i])
-        return {
-            "i": i,
-            "actual": task.text(stored.labels[i], self.classes),
-            "predicted": task.text(stored.predicted[i], self.classes),
-            "right": None if self.right is None else bool(self.right[i]),
-            "confidence": None if confidence is None else round(confidence, 4),
-            "image": self.images is not None or bool((stored.sample == i).any()),
-        }
-
-    def sample(self, i: int) -> dict[str, Any]:
-        """Return an image's prediction with its most probable classes. Raises InputError for an unknown image."""
-        self._check(i)
-        answer = self.task.answer(self.stored.probabilities[i], self.classes, 5)
-        return {**self._sample(i), "answer": run_files.plain(answer)}
-
-    def image(self, i: int, *, full: bool = False) -> tuple[str, bytes]:
-        """Return type and content of an image, as PNG or JPEG. Raises InputError without it."""
-        self._check(i)
-        stored = self.stored
-        if self.images is not None and stored.row is not None:
-            image_HWC = visible(np.asarray(self.images[stored.row[i]]), self.white)
+        if actual is None or predicted is None or stored.labels.ndim > 1:
+            found = self.task.mistakes(stored.predicted, stored.labels, stored.probabilities)
         else:
-            place = np.flatnonzero(stored.sample == i)
-            if not len(place):
-                raise InputError(self.why)
-            image_HWC = stored.images[place[0]]
-        return html.encode(image_HWC, pixels=FULL_PIXELS if full else html.THUMBNAIL_PIXELS)
+            found = np.flatnonzero((stored.labels == actual) & (stored.predicted == predicted))
+            found = found[np.argsort(-stored.probabilities[found].max(axis=1), kind="stable")]
+        right = self.task.is_right(stored.predicted, stored.labels)
+        samples = [
+            {
+                "i": i,
+                "actual": self.task.text(stored.labels[i], self.classes),
+                "predicted": self.task.text(stored.predicted[i], self.classes),
+                "right": None if right is None else bool(right[i]),
+                "confidence": run_files.plain(self.task.confidence(stored.predicted[i], stored.probabilities[i])),
+                "image": self.pack is not None or i in stored.sample,
+            }
+            for i in found[:MAX_IMAGES].tolist()
+        ]
+        return {"total": len(found), "samples": samples}
 
-    def _check(self, i: int) -> None:
-        if not 0 <= i < len(self.stored.labels):
-            raise InputError(f"there is no image {i}: there are {len(self.stored.labels):,}")
+    def image(self, i: int) -> tuple[str, bytes]:
+        """Return type and content of an image, as PNG or JPEG. Raises InputError without it."""
+        stored = self.stored
+        if self.pack is not None and stored.row is not None and 0 <= i < len(stored.row):
+            return html.encode(visible(np.asarray(self.pack[stored.row[i]])))
+        place = np.flatnonzero(stored.sample == i)
+        if not len(place):
+            raise InputError(f"image {i} was not kept")
+        return html.encode(stored.images[place[0]])
 
 
 # A run is read once, even for concurrent requests.
@@ -516,45 +413,9 @@ def _read_stored(run: Path, changed: int) -> StoredPredictions:
     stored = run_files.read_predictions(run, files.summary, missing)
     if stored is None:
         raise InputError(missing[PREDICTIONS])
-    task = task_named(files.summary.get("task") or files.recipe.get("task"))
-    images, why = _pack_images(run, files, stored)
-    right = task.is_right(stored.predicted, stored.labels)
-    if right is None:
-        # The largest errors are what the most confident mistakes are elsewhere.
-        confidence = np.abs(stored.predicted - stored.labels)
-    elif stored.labels.ndim == 2:
-        confidence = np.abs(stored.probabilities - 0.5).mean(axis=1)
-    else:
-        confidence = np.nan_to_num(stored.probabilities.max(axis=1))
-    is_wide = images is not None and images.dtype != np.uint8
     return StoredPredictions(
         stored=stored,
-        task=task,
+        task=task_named(files.summary.get("task") or files.recipe.get("task")),
         classes=files.summary.get("classes") or [],
-        images=images,
-        why=why,
-        white=int(images[:: max(1, len(images) // 64)].max()) if images is not None and is_wide else 255,
-        right=right,
-        confidence=confidence,
+        pack=pack_images(files.summary, stored),
     )
-
-
-def _pack_images(run: Path, files: RunFiles, stored: Predictions) -> tuple[np.ndarray | None, str]:
-    """Return the images of the pack that the run names, and "" or the reason why there are none."""
-    summary, path = files.summary, (files.recipe.get("data") or {}).get("path")
-    why = (
-        f"Only the {len(stored.sample)} images of the report can be shown: the decoded images of this run are not in "
-        f"the cache; flatout evaluate {run} decodes them again."
-    )
-    if stored.row is None:
-        return None, why
-    if not summary.get("pack") and path == DIGITS:
-        from flatout.data.formats.arrays import load_digits_source
-
-        return load_digits_source().images, ""
-    try:
-        pack = open_pack(Path(summary.get("pack") or ""), verify=False)
-    except (InputError, OSError):
-        return None, why
-    is_same = pack.fingerprint == summary.get("pack_fingerprint") and stored.row.max(initial=-1) < len(pack.images)
-    return (pack.images, "") if is_same else (None, why)

@@ -8,29 +8,25 @@ Shape letters: N images, H height, W width, C channels, P pairs.
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flatout.analysis.images import (
-    COMPARED_SIZE,
     EXTREME,
-    MIN_CONTRAST,
     Headers,
+    figures,
     format_sizes,
     headers_of_arrays,
-    label_figures,
     label_of,
     name_of,
-    reduce_arrays,
-    reduce_file,
     scan,
 )
 from flatout.data.cache import Progress
-from flatout.data.decode import ImageHeader, read_file, read_header
+from flatout.data.decode import ImageHeader, decode_image, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
+from flatout.data.pixels import resize_images
 from flatout.data.source import ImageDataset, describe
 from flatout.data.splits import SPLITS
 from flatout.utils.console import aligned
@@ -43,6 +39,11 @@ _MAX_LISTED, _MAX_SHAPES = 20, 5
 # spread over the image: the borders of many images are alike.
 MAX_BITS, BANDS, EQUAL_BANDS = 3, 6, 3
 _MASKS = np.array([sum(1 << bit for bit in range(band, 64, BANDS)) for band in range(BANDS)], np.uint64)
+# Height and width to which images are reduced to compare them, and images of arrays reduced at once.
+COMPARED_SIZE, _ARRAYS_AT_ONCE = 72, 500
+_REDUCED: dict[str, Any] = {"size": COMPARED_SIZE, "resize": "squash"}
+# The standard deviation of grey values below which an image is blank.
+MIN_CONTRAST = 4.0
 # Neighbouring blocks that differ by less than this, of 255, count as equal: JPEG noise in a flat area.
 _MARGIN = 2.0
 # Hashes of different images are often equal if a class has one outline. Of copies at half the size and JPEG quality 40,
@@ -51,12 +52,15 @@ _MIN_CORRELATION = 0.998
 _PAIRS_AT_ONCE, _COMPARED_AT_ONCE = 2**20, 2**14
 
 
-@dataclass(frozen=True)
-class PerceptualHashes:
+class PerceptualHashes(NamedTuple):
     """Perceptual hashes of N images: difference hashes, uint64 [N], and grey thumbnails, uint8 [N, 324]."""
 
     hashes: np.ndarray
     thumbnails: np.ndarray
+
+    def are_blank(self) -> np.ndarray:
+        """Return which images have one brightness, bool [N]."""
+        return self.thumbnails.std(axis=1, dtype=np.float32) < MIN_CONTRAST
 
 
 def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
@@ -65,18 +69,13 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     An image is `{name, split, class_name}`: its file, or split[index] for arrays, and its label in words.
 
     Returns:
-        kind, path, task, notes: see `ImageDataset`.
-        images: split -> number of images.
-        counts: split -> class -> number of images; without classes in regression.
-        numbers: split -> smallest, median and largest label of a regression; empty otherwise.
-        widths, heights: smallest, median and largest in pixels, of the readable images; None without any.
-        shapes: height x width, such as 480x640 -> number of images.
-        modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
+        Those of `figures`, and:
         unreadable: `{name, reason}` of the files that cannot be used as images.
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
         across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
         near_duplicates: pairs of images in different splits that look the same but are not identical.
         divided_groups: group -> split -> number of images, for those of `data.group_column` in more than one split.
+        blank: names of images of one brightness.
         extreme: images of an extreme shape or size, as "name (WIDTHxHEIGHT)".
         small_classes: class -> number of training images, if small.
     """
@@ -95,20 +94,16 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     duplicates = [[sample(i) for i in group] for group in groups.values() if len(group) > 1]
     extreme = sorted(headers.extreme().tolist())
     return {
-        "kind": source.kind,
-        "path": str(source.path) if source.path is not None else None,
-        "task": source.task,
-        **label_figures(source),
-        **headers.figures(),
+        **figures(source, headers),
         "unreadable": [{"name": name_of(source, i), "reason": reason} for i, reason in headers.unreadable.items()],
         "duplicates": duplicates,
         "across_splits": [group for group in duplicates if differ(group, "split")],
         "conflicts": [group for group in duplicates if differ(group, "class_name")],
         "near_duplicates": [[sample(i), sample(j)] for i, j in _near_duplicates(source, digests, hashes)],
         "divided_groups": _divided_groups(source),
+        "blank": [name_of(source, i) for i, blank in zip(digests, hashes.are_blank(), strict=True) if blank],
         "extreme": [f"{name_of(source, i)} ({headers.widths[i]}x{headers.heights[i]})" for i in extreme],
         "small_classes": {name: n for name, n in source.class_counts("train").items() if n < FEW_IMAGES},
-        "notes": list(source.notes),
     }
 
 
@@ -121,17 +116,20 @@ def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int,
         assert source.images is not None
         headers = headers_of_arrays(source.images)
         digests = {i: _digest(image.tobytes()) for i, image in enumerate(source.images)}
-        hashes = [hash_images(part) for part in reduce_arrays(source.images)]
+        how = {"channels": source.images.shape[-1], "bits": 8 * source.images.itemsize, **_REDUCED}
+        starts = range(0, len(source.images), _ARRAYS_AT_ONCE)
+        parts = (source.images[start : start + _ARRAYS_AT_ONCE] for start in starts)
+        hashes = [hash_images(resize_images(part, **how)) for part in parts]
     hashes = hashes or [PerceptualHashes(np.empty(0, np.uint64), np.empty((0, 324), np.uint8))]
-    joined = (np.concatenate([getattr(part, name) for part in hashes]) for name in ("hashes", "thumbnails"))
-    return headers, digests, PerceptualHashes(*joined)
+    return headers, digests, PerceptualHashes(*map(np.concatenate, zip(*hashes, strict=True)))
 
 
 def _hash_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, PerceptualHashes]]:
     data = read_file(file)
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
-    return header, (_digest(data), hash_images(reduce_file(data, header)))
+    image_HWC = decode_image(data, channels=header.channels, bits=header.bits, **_REDUCED)
+    return header, (_digest(data), hash_images(image_HWC[None]))
 
 
 def _digest(content: bytes) -> bytes:
@@ -185,7 +183,7 @@ def find_pairs(images: PerceptualHashes, splits: np.ndarray) -> np.ndarray:
     Args:
         splits: the split index of each image, int64 [N].
     """
-    shown = np.flatnonzero(images.thumbnails.std(axis=1, dtype=np.float32) >= MIN_CONTRAST)
+    shown = np.flatnonzero(~images.are_blank())
     found = [np.empty((0, 2), np.int64)]
     for split in np.unique(splits)[1:].tolist():
         earlier, own = shown[splits[shown] < split], shown[splits[shown] == split]
@@ -266,6 +264,7 @@ def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[s
     divided = [f"{name} ({', '.join(counts)})" for name, counts in groups.items()]
     for title, items in (
         ("groups in more than one split", divided),
+        ("blank images", result["blank"]),
         (f"images with a side {EXTREME:g} times the other, or {EXTREME:g} times as large or small as usual",
          result["extreme"]),
         (f"classes with fewer than {FEW_IMAGES} training images",

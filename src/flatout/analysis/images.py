@@ -1,4 +1,4 @@
-"""Images of a data set: headers, names, labels, thumbnails, blank images, and model inputs.
+"""Images of a data set: headers, names, labels, thumbnails, and model inputs.
 
 Shape letters: N images of the data set, M of them, V views, H height, W width, C channels.
 """
@@ -6,7 +6,7 @@ Shape letters: N images of the data set, M of them, V views, H height, W width, 
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.config.settings import Size
 from flatout.data.build import bits_of
 from flatout.data.cache import Progress
 from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
@@ -33,13 +32,8 @@ T = TypeVar("T")
 
 # Images are extreme if one side is this many times the other, or the size this many times the median or less.
 EXTREME = 4.0
-# Height and width to which images are reduced to compare them, and the standard deviation below which one is blank.
-COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
-# Blank files are searched for by bytes per pixel, this many at a time, until none is blank. The approximate size of a
-# header. Bytes of arrays that are searched.
-_BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2**30
-# Files per task of a thread, and images of arrays reduced at once.
-_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
+# Files per task of a thread.
+_FILES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,21 +66,9 @@ class Headers:
         found = np.flatnonzero(deviation >= math.log(EXTREME) * (1 - 1e-12))
         return readable[found[np.argsort(-deviation[found], kind="stable")]]
 
-    def figures(self) -> dict[str, Any]:
-        """Return `widths` and `heights` (smallest, median, largest), `shapes` (height x width -> number), `modes`."""
-        sides = np.stack([self.heights, self.widths], axis=1)[self.widths > 0]
-        shapes, counts = np.unique(sides, axis=0, return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return {
-            "widths": _range_of(sides[:, 1]),
-            "heights": _range_of(sides[:, 0]),
-            "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
-            "modes": self.modes,
-        }
 
-
-def format_sizes(figures: dict[str, Any]) -> list[str]:
-    """Return the widths and heights of `Headers.figures` as lines of text."""
+def format_sizes(figures: Mapping[str, Any]) -> list[str]:
+    """Return the widths and heights of `figures` as lines of text."""
     named = {"width: ": figures["widths"], "height:": figures["heights"]}
     return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
 
@@ -147,89 +129,52 @@ def scan(
     return Headers(widths=widths, heights=heights, modes=dict(modes.most_common()), unreadable=unreadable), found
 
 
-def reduce_file(file: ImageBytes | bytes, header: ImageHeader, size: Size = COMPARED_SIZE) -> np.ndarray:
-    """Return an image of another size with its own channels and bits, [1, H, W, C]. Raises BadImage."""
-    return decode_image(file, size=size, channels=header.channels, bits=header.bits, resize="squash")[None]
-
-
-def reduce_arrays(images_NHWC: np.ndarray, size: Size = COMPARED_SIZE) -> Iterator[np.ndarray]:
-    """Yield images of another size, some at a time, [.., H, W, C]."""
-    how = {"channels": images_NHWC.shape[-1], "bits": 8 * images_NHWC.itemsize, "resize": "squash"}
-    for start in range(0, len(images_NHWC), _ARRAYS_AT_ONCE):
-        yield resize_images(images_NHWC[start : start + _ARRAYS_AT_ONCE], size=size, **how)
-
-
-def survey(source: ImageDataset, report: Progress) -> tuple[Headers, list[int]]:
-    """Return the headers of all images, and the indices of blank ones.
-
-    Only files with the fewest bytes per pixel are decoded, to find blank ones.
+def read_headers(source: ImageDataset, report: Progress) -> Headers:
+    """Return the headers of all images; files are not read further.
 
     Raises:
         InputError: FLATOUT_MAX_PIXELS is not a number.
     """
     if source.files is None:
         assert source.images is not None
-        some = source.images[: max(1, _MAX_ARRAY_BYTES // source.images[:1].nbytes)]
-        are_blank = np.concatenate([_are_blank(part) for part in reduce_arrays(some)])
-        return headers_of_arrays(source.images), np.flatnonzero(are_blank).tolist()
-    files, blank = source.files, []
-    headers, bytes_per_pixel = scan(files, _read_header, report)
-    candidates = sorted(bytes_per_pixel, key=lambda i: bytes_per_pixel[i])[:_MAX_BLANK]
+        return headers_of_arrays(source.images)
+
+    def read(file: ImageBytes) -> tuple[ImageHeader, None]:
+        return read_header(file if isinstance(file, Path) else read_file(file)), None
+
+    return scan(source.files, read, report)[0]
+
+
+def _decoded(
+    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
+) -> list[np.ndarray | None]:
+    """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
+
+    def decode(index: int) -> np.ndarray | None:
+        if source.files is None:
+            assert source.images is not None
+            image = np.asarray(source.images[index : index + 1])
+            return resize_images(image, **how(*image.shape[1:], 8 * image.itemsize))[0]
+        try:
+            content = read_file(source.files[index])
+            header = read_header(content)
+            return decode_image(content, **how(header.height, header.width, header.channels, header.bits))
+        except BadImage:
+            return None
+
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for start in range(0, len(candidates), _BLANK_AT_ONCE):
-            some = candidates[start : start + _BLANK_AT_ONCE]
-            are_blank = list(pool.map(lambda i: _is_blank_file(files[i]), some))
-            blank += [i for i, is_blank in zip(some, are_blank, strict=True) if is_blank]
-            if not any(are_blank):
-                break
-    return headers, blank
-
-
-def _read_header(file: ImageBytes) -> tuple[ImageHeader, float]:
-    """Return the header and the bytes per pixel, without reading more of a file."""
-    content = file if isinstance(file, Path) else read_file(file)
-    header = read_header(content)
-    size = content.stat().st_size if isinstance(content, Path) else len(content)
-    return header, max(0, size - _HEADER_BYTES) / (header.width * header.height)
-
-
-def _is_blank_file(file: ImageBytes) -> bool:
-    try:
-        content = read_file(file)
-        return bool(_are_blank(reduce_file(content, read_header(content)))[0])
-    except BadImage:  # one that is damaged after its header
-        return False
-
-
-def _are_blank(images_NHWC: np.ndarray) -> np.ndarray:
-    """Whether images have one colour, bool [N]; many 16-bit images use only a part of their range."""
-    images = images_NHWC.astype(np.float32)
-    if images_NHWC.dtype == np.uint16:
-        images *= 255 / np.maximum(images.max(axis=(1, 2, 3), keepdims=True), 1)
-    return images.std(axis=(1, 2)).max(axis=1) < MIN_CONTRAST
+        return list(pool.map(decode, indices))
 
 
 def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
     """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
 
-    def fitting(height: int, width: int) -> tuple[int, int]:
+    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
         scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
-        return max(1, round(height * scale)), max(1, round(width * scale))
+        size = max(1, round(height * scale)), max(1, round(width * scale))
+        return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}
 
-    def small(index: int) -> np.ndarray | None:
-        if source.files is None:
-            assert source.images is not None
-            image = np.asarray(source.images[index : index + 1])
-            return visible(next(reduce_arrays(image, fitting(*image.shape[1:3]))))[0]
-        try:
-            content = read_file(source.files[index])
-            header = read_header(content)
-            return visible(reduce_file(content, header, fitting(header.height, header.width)))[0]
-        except BadImage:
-            return None
-
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(small, indices))
+    return [None if image is None else visible(image) for image in _decoded(source, indices, fitting)]
 
 
 def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
@@ -248,26 +193,47 @@ def name_of(source: ImageDataset, index: int) -> str:
     return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
 
 
-def label_of(source: ImageDataset, index: int, *, empty: str = "none") -> str:
-    """Return the label of an image in words; `empty` for a multi-label image without classes."""
+def label_of(source: ImageDataset, index: int) -> str:
+    """Return the label of an image in words."""
     label = source.labels[index]
     if source.task == "regression":
         return f"{label:g}"
     if source.task == "multi-label":
-        return "|".join(source.classes[i] for i in label.nonzero()[0]) or empty
+        return "|".join(source.classes[i] for i in label.nonzero()[0]) or "none"
     return source.classes[label]
 
 
-def label_figures(source: ImageDataset) -> dict[str, Any]:
-    """Return `images` of each split, `counts` by class, and of a regression `numbers`: smallest, median, largest."""
+def figures(source: ImageDataset, headers: Headers) -> dict[str, Any]:
+    """Return what `check` and `look` both report of a data set.
+
+    Returns:
+        kind, path, task, notes: see `ImageDataset`.
+        images: split -> number of images.
+        counts: split -> class -> number of images; without classes in regression.
+        numbers: split -> smallest, median and largest label of a regression; empty otherwise.
+        widths, heights: smallest, median and largest in pixels, of the readable images; None without any.
+        shapes: height x width, such as 480x640 -> number of images.
+        modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
+    """
     numbers = {}
     if source.task == "regression":
         values = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
         numbers = {split: (part[0], median_low(part), part[-1]) for split, part in values.items()}
+    sides = np.stack([headers.heights, headers.widths], axis=1)[headers.widths > 0]
+    shapes, counts = np.unique(sides, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
     return {
+        "kind": source.kind,
+        "path": None if source.path is None else str(source.path),
+        "task": source.task,
         "images": {split: stop - start for split, (start, stop) in source.splits.items()},
         "numbers": numbers,
         "counts": {split: source.class_counts(split) for split in source.splits},
+        "widths": _range_of(sides[:, 1]),
+        "heights": _range_of(sides[:, 0]),
+        "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
+        "modes": headers.modes,
+        "notes": list(source.notes),
     }
 
 
@@ -279,19 +245,7 @@ def stored(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tupl
     """
     bits = recipe.data.bits or bits_of(source)
     how = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize, "bits": bits}
-    if source.files is None:
-        assert source.images is not None
-        return resize_images(source.images[list(indices)], **how), np.array(indices, np.int64)
-    files = source.files
-
-    def decode(index: int) -> np.ndarray | None:
-        try:
-            return decode_image(files[index], **how)
-        except BadImage:
-            return None
-
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        decoded = list(pool.map(decode, indices))
+    decoded = _decoded(source, indices, lambda *_: how)
     kept = [i for i, image in zip(indices, decoded, strict=True) if image is not None]
     images = [image for image in decoded if image is not None]
     empty = np.empty((0, *recipe.stored_sides, recipe.channels), np.uint8)

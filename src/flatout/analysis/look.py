@@ -2,43 +2,31 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flatout.analysis import images as pictures
 from flatout.analysis.check import FEW_IMAGES
-from flatout.analysis.images import (
-    EXTREME,
-    Headers,
-    format_sizes,
-    label_figures,
-    label_of,
-    name_of,
-    survey,
-    thumbnails,
-    tile,
-)
+from flatout.analysis.images import EXTREME, Headers, format_sizes, label_of, name_of, read_headers, thumbnails, tile
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import Split, measure
 from flatout.data.source import DataSource, ImageDataset, describe
 from flatout.engine import pixels
+from flatout.engine.devices import parse_devices
 from flatout.report.html import framed, page, write_page
 from flatout.tasks import with_task
 from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve
-from flatout.utils import style
-from flatout.utils.console import Console, in_notebook
+from flatout.utils.console import Console
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import visible, write_json
-from flatout.utils.style import shorten
 
-PAGE, PICTURE, FIGURES = "look.html", "look.png", "look.json"
+PAGE, FIGURES = "look.html", "look.json"
 # Classes with pictures, and images of each; classes in the table that is always open.
 CLASSES_SHOWN, IMAGES_OF_CLASS, ROWS_SHOWN = 20, 8, 20
 # Regression labels are shown in this many quantiles.
@@ -47,30 +35,25 @@ OUTLIERS_SHOWN, UNREADABLE_SHOWN, SHAPES_SHOWN = 24, 100, 8
 # Images as the model sees them, augmented images, and views of each; images decoded to find readable ones.
 SEEN, AUGMENTED, VIEWS, TRIED = 8, 6, 8, 32
 BINS = 24
-# The picture: rows of classes and of views, and the size of an image.
-PICTURE_ROWS, PICTURE_VIEWS, CELL_PIXELS, CELL_INCHES = 12, 4, 96, 0.72
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """Images shown together: those of a class, or of a range of numbers; `chosen` are examples."""
 
     name: str
-    count: int
-    chosen: tuple[int, ...]
+    size: int
+    chosen: list[int]
 
 
 class Look:
-    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `remarks()`.
+    """A data set looked at: notebooks show its page; `save(DIR)` it, or read `figures` and `remarks()`.
 
     Images are shown for a recipe; `reasons` explain a generated one.
     """
 
-    def __init__(
-        self, source: ImageDataset, headers: Headers, blank: list[int], recipe: Recipe, reasons: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, source: ImageDataset, headers: Headers, recipe: Recipe, reasons: Sequence[str] = ()) -> None:
         self.source, self.headers, self.recipe, self.reasons = source, headers, recipe, tuple(reasons)
-        self._outliers = {"extreme": headers.extreme().tolist(), "blank": blank}
+        self._extreme = headers.extreme().tolist()
         self.title = describe(source.kind, source.classes, source.splits, source.task)
 
     def __repr__(self) -> str:
@@ -79,18 +62,13 @@ class Look:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Counts, sizes and outliers as plain values, as in look.json."""
-        source, sizes = self.source, self.headers.figures()
+        source, found = self.source, pictures.figures(self.source, self.headers)
         return {
-            "kind": source.kind,
-            "path": None if source.path is None else str(source.path),
-            "task": source.task,
-            **label_figures(source),
-            **sizes,
-            "shapes": dict(list(sizes["shapes"].items())[:SHAPES_SHOWN]),
+            **found,
+            "shapes": dict(list(found["shapes"].items())[:SHAPES_SHOWN]),
             "unreadable": {name_of(source, i): reason for i, reason in self.headers.unreadable.items()},
-            **{key: [name_of(source, i) for i in indices] for key, indices in self._outliers.items()},
+            "extreme": [name_of(source, i) for i in self._extreme],
             "recipe": self.recipe.flat(),
-            "notes": list(source.notes),
         }
 
     def remarks(self) -> list[str]:
@@ -109,7 +87,6 @@ class Look:
             remarks.append(f"Classes are unbalanced: {counts[most]:,} images of {most}, {counts[least]:,} of {least}.")
         problems = {
             "unreadable": "cannot be read",
-            "blank": "are blank",
             "extreme": f"have a side {EXTREME:g} times the other, or are {EXTREME:g} times as large or small as usual",
         }
         return [*remarks, *(f"{len(figures[key]):,} images {text}." for key, text in problems.items() if figures[key])]
@@ -137,49 +114,30 @@ class Look:
 
     def _group(self, name: str, rows: np.ndarray, number: int) -> Group:
         chosen = rows[permutation(self.recipe.seed, Stream.PICTURES, number + 1, len(rows))[:IMAGES_OF_CLASS]]
-        return Group(name=name, count=len(rows), chosen=tuple(chosen.tolist()))
-
-    @cached_property
-    def shown(self) -> dict[str, Any]:
-        """The images of the page and the picture.
-
-        `groups`; `thumbnails` by index; indices of some readable images (`kept`), and the first of these as the model
-        sees them in evaluation (`seen`) and in training (`views`).
-        """
-        groups = self.groups()
-        every = [index for group in groups for index in group.chosen]
-        # One of each group first, so that the few that are shown differ.
-        turns = [group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen)]
-        stored, kept = pictures.stored(self.source, list(dict.fromkeys(turns))[:TRIED], self.recipe)
-        views = np.empty((0, 0, 1, 1, 1), np.uint8)
-        if self.recipe.augment.is_random and len(kept):
-            recipe = _with_statistics(self.recipe, stored)
-            views = pictures.augmented(self.source, kept[:AUGMENTED], recipe, range(VIEWS))
-        return {
-            "groups": groups,
-            "thumbnails": dict(zip(every, thumbnails(self.source, every), strict=True)),
-            "kept": kept.tolist(),
-            "seen": visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides)),
-            "views": views,
-        }
+        return Group(name, len(rows), chosen.tolist())
 
     def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> dict[str, Any]:
         title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
         return {**tile(image), "title": title, "text": text, "quiet": quiet}
 
-    def _outlier_tiles(self, indices: list[int]) -> list[dict[str, Any]]:
-        sizes = [f"{self.headers.widths[i]} × {self.headers.heights[i]}" for i in indices]
-        return [
-            self._tile(i, image, name_of(self.source, i), size)
-            for i, image, size in zip(indices, thumbnails(self.source, indices), sizes, strict=True)
-        ]
-
     def content(self) -> dict[str, Any]:
         """Return everything that the page shows, by name."""
-        figures, source, shown = self.figures, self.source, self.shown
+        figures, source, groups = self.figures, self.source, self.groups()
+        # One image of each group first, so that the few that are shown differ.
+        turns = (group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen))
+        indices = list(dict.fromkeys(turns))
+        small = dict(zip(indices, thumbnails(source, indices), strict=True))
+        stored, kept = pictures.stored(source, indices[:TRIED], self.recipe)
+        visible_MHWC = visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides))
+        seen = [self._tile(i, image) for i, image in zip(kept.tolist(), visible_MHWC, strict=False)]
+        views = []
+        if self.recipe.augment.is_random and len(kept):
+            recipe = _with_statistics(self.recipe, stored)
+            views = pictures.augmented(source, kept[:AUGMENTED], recipe, range(VIEWS))
         readable = self.headers.widths > 0
         widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
         rows = _class_rows(figures)
+        outliers = self._extreme[:OUTLIERS_SHOWN]
         return {
             "name": (source.path.name if source.path else "") or source.kind,
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
@@ -187,10 +145,7 @@ class Look:
             "facts": _facts(figures, source),
             "remarks": self.remarks(),
             "task": source.task,
-            "groups": [
-                (group.name, group.count, [self._tile(i, shown["thumbnails"][i]) for i in group.chosen])
-                for group in shown["groups"]
-            ],
+            "groups": [(name, size, [self._tile(i, small[i]) for i in chosen]) for name, size, chosen in groups],
             "classes": len(source.classes),
             "columns": ["class", *figures["images"], "share of train"],
             "rows": rows[:ROWS_SHOWN],
@@ -204,17 +159,20 @@ class Look:
             "shapes": [(" × ".join(reversed(shape.split("x"))), n) for shape, n in figures["shapes"].items()],
             "modes": list(figures["modes"].items()),
             "limit": f"{EXTREME:g}",
-            "outliers": {key: self._outlier_tiles(found[:OUTLIERS_SHOWN]) for key, found in self._outliers.items()},
-            "outlier_counts": {key: len(found) for key, found in self._outliers.items()},
+            "outliers": [
+                self._tile(i, image, name_of(source, i), f"{self.headers.widths[i]} × {self.headers.heights[i]}")
+                for i, image in zip(outliers, thumbnails(source, outliers), strict=True)
+            ],
+            "outlier_count": len(self._extreme),
             "unreadable": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
             "unreadable_count": len(figures["unreadable"]),
             "seen": [
-                (self._tile(i, shown["thumbnails"][i], label_of(source, i)), self._tile(i, image))
-                for i, image in zip(shown["kept"], shown["seen"], strict=False)
+                (self._tile(i, small[i], label_of(source, i)), after)
+                for i, after in zip(kept.tolist(), seen, strict=False)
             ],
             "views": [
-                (self._tile(i, seen), [self._tile(i, view) for view in views])
-                for i, seen, views in zip(shown["kept"], shown["seen"], shown["views"], strict=False)
+                (before, [self._tile(i, view) for view in changed])
+                for i, before, changed in zip(kept.tolist(), seen, views, strict=False)
             ],
             "reasons": list(self.reasons),
             "job": self.recipe.job,
@@ -222,7 +180,7 @@ class Look:
         }
 
     def save(self, out: str | Path) -> Path:
-        """Write look.html, look.png and look.json into a new or empty folder, and return the page.
+        """Write look.html and look.json into a new or empty folder, and return the page.
 
         Raises:
             InputError: the folder holds something, or cannot be written.
@@ -230,20 +188,11 @@ class Look:
         check_free(Path(out))
         folder = make_folder(Path(out), "look")
         write_page(folder / PAGE, "look.html.j2", self.content())
-        _draw(folder / PICTURE, self.title, self.shown)
         write_json(folder / FIGURES, self.figures)
         return folder / PAGE
 
     def _repr_html_(self) -> str:
         return framed(page("look.html.j2", self.content()))
-
-    def show(self) -> Any:
-        """Show the page: in a notebook in the cell, else the main figures are printed."""
-        if not in_notebook():
-            return print("\n".join(format_look(self)))
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-        return display(HTML(self._repr_html_()))
 
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
@@ -252,8 +201,6 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
     Raises:
         InputError: see `resolve`.
     """
-    from flatout.engine.devices import parse_devices
-
     reasons: list[str] = []
     recipe, found = resolve(
         job,
@@ -265,9 +212,9 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
         fetch=False,
     )
     source = found.read() if isinstance(found, DataSource) else found
-    headers, blank = survey(source, console)
+    headers = read_headers(source, console)
     console.finish()
-    return Look(source, headers, blank, with_task(recipe, source.task), reasons)
+    return Look(source, headers, with_task(recipe, source.task), reasons)
 
 
 def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool = False, **changes: Any) -> Look:
@@ -333,38 +280,3 @@ def _histogram(values: np.ndarray) -> list[tuple[float, str]]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _draw(path: Path, title: str, shown: Mapping[str, Any]) -> None:
-    """Write a row of images for each class, up to 12, and a row of views for up to 4 images."""
-    rows = [
-        (f"{shorten(group.name, 22)}\n{group.count:,}", [shown["thumbnails"][i] for i in group.chosen])
-        for group in shown["groups"][:PICTURE_ROWS]
-    ]
-    rows += [("augmented", list(views)) for views in shown["views"][:PICTURE_VIEWS]]
-    cell, label = CELL_PIXELS + 4, 1.8
-    montage = np.full((cell * len(rows), cell * IMAGES_OF_CLASS, 3), 255, np.uint8)
-    for row, (_, images) in enumerate(rows):
-        for column, image in enumerate(images[:IMAGES_OF_CLASS]):
-            if image is not None:
-                top, left = cell * row, cell * column
-                montage[top : top + CELL_PIXELS, left : left + CELL_PIXELS] = _square(image)
-    width, height = IMAGES_OF_CLASS * CELL_INCHES + label + 0.2, CELL_INCHES * len(rows) + 0.5
-    figure = style.new_figure(width, height, layout=None, title=shorten(title, 90))
-    axes = figure.add_axes((label / width, 0.05 / height, 1 - (label + 0.2) / width, 1 - 0.5 / height))
-    axes.set_axis_off()
-    axes.imshow(montage, aspect="auto", interpolation="nearest")
-    for row, (name, _) in enumerate(rows):
-        text = {"fontsize": 8, "color": style.INK, "family": style.families(), "parse_math": False}
-        axes.text(-10, cell * row + CELL_PIXELS / 2, name, ha="right", va="center", **text)
-    style.write_png(figure, path)
-
-
-def _square(image_HWC: np.ndarray) -> np.ndarray:
-    """Return an image fitted into a square on white; the pixels of tiny ones stay visible."""
-    from PIL import Image, ImageOps
-
-    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC).convert("RGB")
-    is_tiny = 2 * max(image.size) <= CELL_PIXELS
-    how = Image.Resampling.NEAREST if is_tiny else Image.Resampling.BILINEAR
-    return np.asarray(ImageOps.pad(image, (CELL_PIXELS, CELL_PIXELS), how, color="white"))

@@ -13,8 +13,8 @@ import numpy as np
 
 from flatout.analysis.gpu import chips_named
 from flatout.analysis.output import check_free, make_folder
-from flatout.analysis.roofline import Work, estimate
-from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
+from flatout.analysis.roofline import Work, estimate, parse_topologies
+from flatout.analysis.tpu import compiler_versions, tpu_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
 from flatout.utils import style
@@ -73,23 +73,18 @@ def plan(
     _check_flags(topologies, gpus, price, inference)
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
-
-    def find() -> Work:
-        if job is not None:
-            return find_work(job, data, changes, images, classes, console=console)
-        if not chips or data is not None:
-            raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
-        return work_of_model(changes, images, classes)
-
+    chosen = parse_topologies(topologies) if topologies is not None else []
+    if job is not None:
+        work = find_work(job, data, changes, images, classes, console=console)
+    elif chips and data is None:
+        work = work_of_model(changes, images, classes)
+    else:
+        raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
     if chips:
         from flatout.analysis.gpu_plan import estimate_on_gpus
 
-        work = find()
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
-        assert topologies is not None
-        chosen = parse_topologies(topologies)
-        work = find()
         with tpu_compiler(work, allow_code, console) as compile_step:
             planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
     recipe = work.recipe
@@ -286,8 +281,6 @@ def _remarks(result: Row, row: Row) -> list[str]:
             f"{row['devices']} devices cannot share a batch of {batch} evenly; {row['padding_fraction']:.1%} of the"
             f" work is padding. A batch of {row['batch_padded']:,} costs the same"
         )
-    if row["host_transfers"]:
-        found.append(f"the program waits for the host {len(row['host_transfers'])} times in each step")
     return found
 
 

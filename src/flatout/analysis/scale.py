@@ -20,7 +20,10 @@ from typing import Any
 
 from flatout import __version__
 from flatout.analysis.output import check_free, make_folder, spread
+from flatout.data.build import load
+from flatout.engine.devices import engine_for, machine, parse_devices
 from flatout.inference.run import Run
+from flatout.train.recipes import resolve
 from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
@@ -88,10 +91,6 @@ def scale(
         InputError, TrainingFailed, Stopped: an argument is wrong, or a run ended so; the message then names its SPEC,
             and scaling.json has the runs before it.
     """
-    from flatout.data.build import load
-    from flatout.engine.devices import engine_for, machine, parse_devices
-    from flatout.train.recipes import resolve
-
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: must be at least 1")
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
@@ -257,7 +256,7 @@ def _against_base(row: Row, base: Row, result: Row) -> str:
     if not math.isclose(efficiency, row["efficiency"]):
         # Processes with fewer threads each are compared with fewer processes of more threads.
         sentence += f" counted by processes, and of {efficiency:.0%} counted by threads"
-    if not _is_plausible(row, base):
+    if efficiency > MAX_EFFICIENCY:
         return (
             f"{sentence}. More than 100% is not plausible: the runs were too short or disturbed."
             " Measure again with --repeats 3 and more --epochs."
@@ -351,10 +350,6 @@ def _ideal_speed_up(row: Row, base: Row) -> float:
     return threads / base_threads if threads and base_threads else row["world_size"] / base["world_size"]
 
 
-def _is_plausible(row: Row, base: Row) -> bool:
-    return row["speed_up"] is None or row["speed_up"] <= MAX_EFFICIENCY * _ideal_speed_up(row, base)
-
-
 def _median(row: Row, name: str) -> float:
     return row[name]["median"] if row[name] else 0.0
 
@@ -370,19 +365,17 @@ def _size(row: Row) -> str:
 
 def format_scale(result: Row) -> list[str]:
     """Return the table, a column for each SPEC, and the findings, as lines; `result` is what `scale` returned."""
-    bases = {row["devices"]: row for row in result["specs"]}
-    columns = [_cells(row, bases[row["base"]]) for row in result["specs"]]
+    columns = [_cells(row) for row in result["specs"]]
     table = [[name, *(column[name] for column in columns)] for name in columns[0]]
     files = f"{result['out']}: {SCALE_RESULT}, {SCALE_CHART} and a folder for each run"
     return [*aligned(table), "", *result["findings"], files]
 
 
-def _cells(row: Row, base: Row) -> dict[str, str]:
+def _cells(row: Row) -> dict[str, str]:
     def median(name: str, text: Callable[[float], str]) -> str:
         return text(row[name]["median"]) if row[name] else "-"
 
     rate, threads, efficiency = row["images_per_second"], row["threads_per_rank"], row["efficiency"]
-    doubt = "" if _is_plausible(row, base) else " (unreliable)"
     answers = sorted({n for n in row["correct"] if n is not None})
     right = "..".join(f"{n:,}" for n in dict.fromkeys((*answers[:1], *answers[-1:])))
     return {
@@ -392,7 +385,7 @@ def _cells(row: Row, base: Row) -> dict[str, str]:
         "images per second": median("images_per_second", "{:,.0f}".format),
         "  least to most": f"{rate['min']:,.0f} to {rate['max']:,.0f}" if rate else "-",
         "speed-up": f"{row['speed_up']:.2f}" if row["speed_up"] else "-",
-        "efficiency": "-" if efficiency is None else f"{efficiency:.0%}{doubt}",
+        "efficiency": "-" if efficiency is None else f"{efficiency:.0%}",
         "  against": row["base"],
         "time per epoch": median("epoch_seconds", "{:.3g} s".format),
         "training time": median("train_seconds", duration),
@@ -407,7 +400,6 @@ def _cells(row: Row, base: Row) -> dict[str, str]:
 def draw_scaling(path: Path, result: Row) -> None:
     """Write a PNG with a bar for each SPEC: on the left images per second, with the ideal; on the right seconds."""
     rows, by_name = result["specs"], {row["devices"]: row for row in result["specs"]}
-    names, bases = list(by_name), [by_name[row["base"]] for row in rows]
     batch = f"{'per device' if result['scaling'] == 'weak' else 'global'} batch {result['batch_size']}"
     title = f"{shorten(result['job'], 40)}: {result['scaling']} scaling, {batch}, {counted(result['epochs'], 'epoch')}"
     figure = style.new_figure(9.0, 3.9, title=title)
@@ -415,14 +407,11 @@ def draw_scaling(path: Path, result: Row) -> None:
     repeats = f", median of {result['repeats']} (least and most)" if result["repeats"] > 1 else ", a single run"
     style.style_panel(throughput, f"Images per second{repeats}")
     nothing = {"median": 0.0, "min": 0.0, "max": 0.0}
-    style.draw_bars(throughput, names, [row["images_per_second"] or nothing for row in rows], "{:,.0f}".format)
-    pairs = list(zip(rows, bases, strict=True))
-    ideal = [_median(base, "images_per_second") * _ideal_speed_up(row, base) for row, base in pairs]
+    style.draw_bars(throughput, list(by_name), [row["images_per_second"] or nothing for row in rows], "{:,.0f}".format)
+    bases = [by_name[row["base"]] for row in rows]
+    ideal = [_median(b, "images_per_second") * _ideal_speed_up(r, b) for r, b in zip(rows, bases, strict=True)]
     left, right = ([position + side for position in range(len(rows))] for side in (-0.35, 0.35))
     throughput.hlines(ideal, left, right, color=style.ORANGE, linewidth=1.5, label="ideal")
-    for position, (row, base) in enumerate(pairs):
-        if not _is_plausible(row, base):
-            style.add_label(throughput, position, _median(row, "images_per_second"), "unreliable", below=True)
     style.style_panel(time, "Seconds: training, and everything included")
     for name, label, colour in (
         ("wall_seconds", "set-up and the rest", style.FAINT),
@@ -435,7 +424,7 @@ def draw_scaling(path: Path, result: Row) -> None:
     for position, row in enumerate(rows):
         train, wall = _median(row, "train_seconds"), _median(row, "wall_seconds")
         style.add_label(time, position, wall, f"{duration(train)} of {duration(wall)}")
-    style.name_ticks(time, names)
+    style.name_ticks(time, list(by_name))
     for axes in (throughput, time):
         style.start_at_zero(axes, headroom=0.25)
         style.add_legend(axes, loc="upper left", ncols=3)

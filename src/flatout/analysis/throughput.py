@@ -19,6 +19,7 @@ from flatout import __version__
 from flatout.analysis.output import spread
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
+from flatout.engine.devices import machine
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
 from flatout.utils.console import Console, aligned
@@ -146,8 +147,6 @@ def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, c
 
 
 def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
-    from flatout.engine.devices import machine
-
     with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
         recipe, engine, pack = context.recipe, context.engine, context.pack
         train = place(context, only_train=True)["train"]

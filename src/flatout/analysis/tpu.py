@@ -1,12 +1,7 @@
-"""TPUs for `flatout plan`: their peaks, and a training step compiled for them in a separate process.
+"""A training step compiled for TPUs, for `flatout plan`, in a separate process.
 
 libtpu contains the compiler of every TPU generation and needs no TPU to run it. The compiled program is the one that
 such a TPU would run; memory, work and messages are read off it.
-
-Figures of chips are as Google publishes them, from the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v5e and
-its siblings, read in 2026); those of v2 and v3 from Jouppi et al., "A domain-specific supercomputer for training deep
-neural networks", CACM 63 (7), 2020, table 3. The documentation gives the bandwidth of all links of a chip in both
-directions together.
 """
 
 import contextlib
@@ -23,11 +18,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.analysis.roofline import Accelerator, Compile, Work
+from flatout.analysis.roofline import Compile, Topology, Work
 from flatout.config import Recipe
 from flatout.data.cache import cache_folder
 from flatout.engine.xla.devices import require_compiler
@@ -41,13 +35,6 @@ if TYPE_CHECKING:
 
 # Packages whose versions determine the compiler's results.
 _COMPILERS = ("flatout", "torch", "jax", "jaxlib", "torchax", "libtpu")
-# The scaling is estimated for up to this number of chips.
-MAX_CHIPS = 256
-# Time of one hop between neighbours ("How to Scale Your Model", jax-ml.github.io/scaling-book, chapter on TPUs).
-HOP_SECONDS = 1e-6
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_OLD_FLAT = ("2x2", "4x4", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 
 _COLLECTIVE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) "
@@ -55,136 +42,8 @@ _COLLECTIVE = re.compile(
 )
 _ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
-# Operations that move data between a TPU and its host in the middle of a program.
-_HOST_TRANSFER = re.compile(
-    r"= .*\b(?:infeed|outfeed)\("
-    r"|= .*\b(?:send|recv)\(.*\bis_host_transfer=true"
-    r"|\bcustom_call_target=\"\w*[Hh]ost"
-)
 # The memory that a rejected program needed, as the compiler reports it before and after the memory's layout.
 _REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
-
-
-# --- chips ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One kind of chip.
-
-    Attributes:
-        name: the prefix of a topology's name.
-        flops: peak bfloat16 operations per second.
-        memory_bytes, memory_bandwidth: of the HBM; bytes, bytes per second.
-        link_bandwidth: of the link to one neighbour, bytes per second in one direction.
-        ring_side: a row of chips is closed to a ring if its length is a multiple of this number.
-        slices: the shapes available, small ones first.
-        cores: XLA devices per chip; they share everything equally.
-        config: libtpu's name for a chip whose two cores are used as one device.
-    """
-
-    name: str
-    flops: float
-    memory_bytes: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    ring_side: int
-    slices: tuple[str, ...]
-    cores: int = 1
-    config: str = ""
-
-
-GENERATIONS = {
-    generation.name: generation
-    for generation in (
-        Generation("v2", 46e12, 16 * 2**30, 700e9, 62e9, 16, _OLD_FLAT, cores=2),
-        Generation("v3", 123e12, 32 * 2**30, 900e9, 82e9, 32, _OLD_FLAT, cores=2),
-        Generation("v4", 275e12, 32 * 2**30, 1200e9, 50e9, 4, _CUBES, config="megacore"),
-        Generation("v5e", 197e12, 16 * 2**30, 819e9, 50e9, 16, _FLAT),
-        Generation("v5p", 459e12, 95 * 2**30, 2765e9, 100e9, 4, _CUBES),
-        Generation("v6e", 918e12, 32 * 2**30, 1638e9, 100e9, 16, _FLAT),
-        Generation("tpu7x", 2307e12, 192 * 2**30, 7380e9, 100e9, 4, _CUBES, cores=2),
-    )
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology(Accelerator):
-    """A slice of TPU chips: `v5e:2x4` is eight chips in two rows of four."""
-
-    generation: Generation
-    sides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, generation: Generation, sides: tuple[int, ...]) -> "Topology":
-        """Return the slice of a shape."""
-        chips, cores = math.prod(sides), generation.cores
-        return cls(
-            name=f"{generation.name}:{'x'.join(map(str, sides))}",
-            chips=chips,
-            devices=chips * cores,
-            flops=generation.flops / cores,
-            memory_bandwidth=generation.memory_bandwidth / cores,
-            memory_bytes=generation.memory_bytes / cores,
-            generation=generation,
-            sides=sides,
-        )
-
-    def message_seconds(self, kind: str, size: float, count: int = 1) -> float:
-        """Return the time of `count` collectives with results of `size` bytes in all on each chip, by the ring model.
-
-        In an all-reduce every byte travels 2 (n - 1) / n times over the links of a chip, all of which work at once, and
-        each message goes twice to the farthest chip (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
-        JPDC 2009). Other kinds take one such round instead of two.
-        """
-        n = self.chips
-        if n == 1:
-            return 0.0
-        rows = [side for side in self.sides if side > 1]
-        # A row of chips is one ring, there and back over its links; where the ends are linked too, it is two.
-        bandwidth = sum(self.generation.link_bandwidth * (2 if self._is_ring(side) else 1) for side in rows)
-        hops = sum(side // 2 if self._is_ring(side) else side - 1 for side in rows)
-        rounds = 2 if kind == "all-reduce" else 1
-        return rounds * ((n - 1) / n * size / bandwidth + count * hops * HOP_SECONDS)
-
-    def _is_ring(self, side: int) -> bool:
-        # Only whole cubes of 4x4x4, or a whole row of a flat pod, have links that close a ring.
-        sides = (side,) if len(self.sides) == 2 else self.sides
-        return all(side % self.generation.ring_side == 0 for side in sides)
-
-    def sizes(self) -> list["Topology"]:
-        """Return slices of 1, 2, 4, ... 256 chips, as near to a square or cube as possible."""
-        found, sides = [], [1] * len(self.sides)
-        for turn in range(int(math.log2(MAX_CHIPS)) + 1):
-            found.append(Topology.of(self.generation, tuple(sides)))
-            sides[(turn + len(sides) - 1) % len(sides)] *= 2
-        return found
-
-
-def parse_topologies(text: str) -> list[Topology]:
-    """Parse topologies such as `v5e:2x4,v5e:4x4`.
-
-    Raises:
-        InputError: unknown generation or slice; the known ones are listed. Or one is named twice.
-    """
-    found = [_parse_topology(part.strip()) for part in text.split(",")]
-    for topology in found:
-        if found.count(topology) > 1:
-            raise InputError(f"--topology {text}: {topology.name} is named twice")
-    return found
-
-
-def _parse_topology(text: str) -> Topology:
-    name, _, shape = text.partition(":")
-    if name not in GENERATIONS:
-        known = ", ".join(f"{g.name}:{g.slices[2]}" for g in GENERATIONS.values())
-        raise InputError(
-            f"--topology {text}: unknown TPU generation {name!r}; use one of these, or another slice: {known}"
-        )
-    generation = GENERATIONS[name]
-    if shape not in generation.slices:
-        raise InputError(f"--topology {text}: the slices of {name} are {', '.join(generation.slices)}")
-    return Topology.of(generation, tuple(map(int, shape.split("x"))))
 
 
 # --- the compiler's process -------------------------------------------------------------------------------------------
@@ -319,7 +178,7 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
         `flops`, `memory_bytes`: operations, and bytes read from and written to memory.
         `seconds`: the compiler's own estimate of the running time, without messages; 0 if it gives none.
         `collectives`: kind, count and bytes of the results of messages between devices.
-        `host_transfers`: operations that wait for the host. `state_bytes`: weights, buffers and optimizer state.
+        `state_bytes`: weights, buffers and optimizer state.
 
     Raises:
         InputError: the model cannot be compiled.
@@ -344,7 +203,7 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
     )
     state = program.initial_state()
     names = ("argument_bytes", "temporary_bytes", "flops", "memory_bytes", "seconds", "state_bytes")
-    figures: dict[str, Any] = {**dict.fromkeys(names, 0), "collectives": [], "host_transfers": []}
+    figures: dict[str, Any] = {**dict.fromkeys(names, 0), "collectives": []}
     lowered = sharding.lower_step(program, state)
     try:
         compiled = lowered.compile()
@@ -368,7 +227,6 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
         "memory_bytes": float(cost.get("bytes accessed", 0.0)),
         "seconds": max(0.0, float(cost.get("optimal_seconds", 0.0))),
         "collectives": collectives(text),
-        "host_transfers": host_transfers(text),
         "state_bytes": sum(array.nbytes for array in jax.tree.leaves(state)),
     }
 
@@ -383,11 +241,6 @@ def collectives(text: str) -> list[dict[str, Any]]:
             sizes = sizes[len(sizes) // 2 :]
         found.setdefault(match["kind"], []).append(sum(sizes))
     return [{"kind": kind, "count": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(found.items())]
-
-
-def host_transfers(text: str) -> list[str]:
-    """Return the lines of a compiled program's text that move data between a TPU and its host."""
-    return [line.strip() for line in text.splitlines() if _HOST_TRANSFER.search(line)]
 
 
 def _sizes(shape: str) -> list[int]:

@@ -405,7 +405,7 @@ def _folder(run: Path | str) -> Path:
 
 @command(
     "DATA",
-    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine"
+    "--data --labels --minutes --job --model --epochs --seed --devices --engine"
     " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
@@ -418,7 +418,7 @@ def do_check(args: Namespace, console: Console) -> Output:
     from flatout.data.build import find
     from flatout.data.source import ImageDataset
 
-    if args.labels or args.apply or args.suggestions:
+    if args.labels:
         return _check_labels(args, console)
     only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
     if given := next((name for name in only_labels if getattr(args, name) is not None), None):
@@ -431,22 +431,36 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
-    from flatout.analysis.label_errors import check_labels
+    from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
+    from flatout.analysis.output import check_free, make_folder
+    from flatout.engine.devices import parse_devices
+    from flatout.engine.factory import speeds_on
+    from flatout.train.recipes import resolve
+    from flatout.train.request import Options
 
-    changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
-    return check_labels(
+    check_free(args.out)
+    minutes, engine = args.minutes, engine_of(args)
+    if minutes is not None and (args.job is not None or not minutes > 0):
+        raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
+    recipe, data = resolve(
         args.job,
         args.data,
-        changes,
-        out=args.out,
-        apply=args.apply,
-        suggestions=args.suggestions,
-        minutes=args.minutes,
-        devices=args.devices,
-        engine=engine_of(args),
-        allow_code=args.model is not None,
+        _changes_with_classes(args),
+        accelerated=parse_devices(args.devices, engine).is_accelerated,
         console=console,
+        seconds=None if minutes is None else 60 * minutes / COST_OF_FOLDS,
+        speeds=speeds_on(args.devices, engine),
     )
+    if not recipe.pretrained:
+        console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
+    options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
+    found = find_label_errors(recipe, data, options, console)
+    return write_errors(found, make_folder(args.out, f"labels-{recipe.job}"))
+
+
+def _changes_with_classes(args: Namespace) -> dict[str, Any]:
+    """Return the recipe keys that flags change, --classes included."""
+    return {**({"data.classes": args.classes} if args.classes else {}), **changes_of(args)}
 
 
 @command(
@@ -461,8 +475,7 @@ def do_look(args: Namespace, console: Console) -> Output:
     from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
-    changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
-    look = look_at(args.job, args.data, changes, console)
+    look = look_at(args.job, args.data, _changes_with_classes(args), console)
     page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
     return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
 
@@ -520,7 +533,7 @@ def do_cache(args: Namespace, console: Console) -> Output:
 
 def _reading(args: Namespace) -> Recipe:
     """Return a recipe with the flags for reading data."""
-    changes = {"data.classes": args.classes or "", **changes_of(args)}
+    changes = _changes_with_classes(args)
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
         raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
     return with_settings(changes)

@@ -74,12 +74,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
-    "--apply": {
-        "type": Path,
-        "metavar": "OUT.csv",
-        "help": "with --labels: write corrected labels; OUT.npz for arrays",
-    },
-    "--suggestions": {"type": Path, "metavar": "FILE", "help": "with --apply: those of this label-errors.csv alone"},
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"required": True, "metavar": "N|HxW", "help": "height and width in pixels"},
     "--channels": {"type": int, "metavar": "C", "help": "default: as the images have"},

@@ -54,7 +54,6 @@ class Recipe(Checked):
         micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is
             automatic.
         shard: whether each device has all parameters and optimizer state, or a slice (full).
-        norm: whether batch normalisation uses the global batch.
         task: the kind of labels: one class, any number of classes, or a number. auto: inferred from the data.
         loss: one of the task's losses; the default means that of the task.
         norm: whose statistics batch norms use in training: those of the whole batch; of each device's share of it; or

@@ -1,8 +1,6 @@
 """The sections of a recipe, which check their fields: optimizer, schedule, augmentation and data."""
 
-import dataclasses
 import functools
-import html
 import math
 import re
 import typing
@@ -22,17 +20,6 @@ class Checked:
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             for interval in getattr(hint, "__metadata__", ()):
                 self._check_range(name, interval)
-
-    def _repr_html_(self) -> str:
-        """Return the keys and values for notebooks, with changed values in bold."""
-        rows = ""
-        for one in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, one.name)
-            text = value._repr_html_() if isinstance(value, Checked) else html.escape(repr(value))
-            plain = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            name = one.name if value == plain else f"<b>{one.name}</b>"
-            rows += f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{text}</td></tr>'
-        return f"<table>{rows}</table>"
 
     def _check_range(self, name: str, interval: str) -> None:
         low, high = map(float, interval[1:-1].split(","))
@@ -256,8 +243,6 @@ class Data(Checked):
         placement: where the decoded images are during training.
         order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of
             the host suggests; the run's recipe has the choice.
-        decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
-            auto: during it, if they are large together; the run's recipe has the choice.
     """
 
     section = "data."

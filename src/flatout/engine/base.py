@@ -9,7 +9,7 @@ import numpy as np
 from flatout.data.batches import Batch, Split
 from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
-from flatout.tasks.base import Task
+from flatout.tasks import Task
 
 Keep = Callable[[np.ndarray], np.ndarray]
 

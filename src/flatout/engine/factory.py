@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from flatout.distributed.world import World
     from flatout.models.heads import Head
-    from flatout.tasks.base import Task
+    from flatout.tasks import Task
 
 # Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
 LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0

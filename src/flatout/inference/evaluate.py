@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Split
-from flatout.tasks import task_named
-from flatout.tasks.single_label import wilson
+from flatout.tasks import task_named, wilson
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import PREDICTIONS, Predictions, RunFiles, read_run

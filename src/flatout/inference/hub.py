@@ -26,7 +26,6 @@ from flatout.utils.run_files import (
     REPORT,
     SUMMARY,
     WEIGHTS,
-    read_run,
     read_summary,
     write_json,
 )
@@ -37,12 +36,10 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 CARD, MODEL = "README.md", "model.onnx"
-# Readable class names, in the form that the report expects in a run folder.
-NAMES = "class_names.csv"
 _URL = re.compile(r"hf://(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?/?")
 _TO_READ = (RECIPE, SUMMARY, WEIGHTS, KNOWN)
 # The files that an upload writes.
-_OWN = (CARD, MODEL, NAMES, REPORT, *_TO_READ, *PICTURES)
+_OWN = (CARD, MODEL, REPORT, *_TO_READ, *PICTURES)
 # Files that the hub adds to each new repository.
 _OF_THE_HUB = (".gitattributes",)
 # Reasons of refusals by HTTP status.
@@ -317,7 +314,7 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
 
 def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictures: bool) -> None:
     from flatout.models.weights import read_weights, save_tensors
-    from flatout.report.page import draw_all, readable_names
+    from flatout.report.page import draw_all
 
     folder.mkdir(parents=True)
     text = clean((run.path / RECIPE).read_text(encoding="utf-8"))
@@ -334,10 +331,6 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictur
             shutil.copyfile(path, folder / name)
         else:
             save_tensors(folder / name, tensors, cleaned)
-    names = readable_names(read_run(run.path, predictions=False))
-    if tuple(names) != run.classes:
-        lines = (f"{name}, {readable}\n" for name, readable in zip(run.classes, names, strict=True))
-        write_atomically(folder / NAMES, "".join(lines).encode())
     if pictures:
         sources = [name for name in (METRICS, PREDICTIONS) if (run.path / name).is_file()]
         for name in sources:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout import tasks
 from flatout.data.batches import Split
 from flatout.report.html import data_uri, thumbnail
 from flatout.utils import run_files
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
     from flatout.inference.run import Run
-    from flatout.tasks.base import Task
+    from flatout.tasks import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -267,13 +268,10 @@ def top_losses(run: "Run", count: int) -> StoredPredictions:
 
 def confusion(run: "Run") -> Confusion:
     """See `Run.confusion`."""
-    from flatout.tasks.single_label import SingleLabel
-    from flatout.tasks.single_label import confusion as count
-
-    if not isinstance(run.task, SingleLabel):
+    if run.task.name != "single-label":
         raise InputError(f"{run.path}: confusion() needs one class for each image; show() has the tables of this task")
     found, picture = _stored(run), run.path / run_files.PICTURES[2]
-    counts = count(found.predicted, found.labels, len(run.classes))
+    counts = tasks.confusion(found.predicted, found.labels, len(run.classes))
     return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
 
 
@@ -294,21 +292,27 @@ def _stored(run: "Run") -> run_files.Predictions:
     return found
 
 
-def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
-    """Return images for display: those stored in the run, else those of a cached pack."""
+def pack_images(summary: Mapping[str, Any], found: run_files.Predictions) -> np.ndarray | None:
+    """Return the decoded images of the pack that a run names, or None if it is no longer in the cache."""
     from flatout.data.pack import open_pack
 
+    if not summary.get("pack") or found.row is None:
+        return None
+    try:
+        return open_pack(Path(summary["pack"]), verify=False).images
+    except (InputError, OSError):
+        return None
+
+
+def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
+    """Return images for display: those stored in the run, else those of a cached pack."""
     kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
-    pack, folder = None, run.summary.get("pack")
-    if folder and found.row is not None and not set(map(int, wanted)) <= kept.keys() and Path(folder).is_dir():
-        try:
-            pack = open_pack(Path(folder), verify=False)
-        except InputError:
-            pack = None  # the cache was cleared in the meantime
+    is_kept = set(map(int, wanted)) <= kept.keys()
+    pack = None if is_kept else pack_images(run.summary, found)
 
     def image_of(number: int) -> np.ndarray | None:
         if number in kept or pack is None or found.row is None:
             return kept.get(number)
-        return run_files.visible(np.asarray(pack.images[found.row[number]])[None])[0]
+        return run_files.visible(np.asarray(pack[found.row[number]])[None])[0]
 
     return [image_of(int(number)) for number in wanted]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.inference.export.verify import Exported
-    from flatout.tasks.base import Task
+    from flatout.tasks import Task
 
 # Images per batch of an ONNX file.
 _ONNX_BATCH = 32

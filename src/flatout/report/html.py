@@ -62,8 +62,8 @@ def thumbnail(image_HWC: np.ndarray) -> str:
     return data_uri(*encode(image_HWC))
 
 
-def encode(image_HWC: np.ndarray, *, pixels: int = THUMBNAIL_PIXELS) -> tuple[str, bytes]:
-    """Return type and content of a picture of at most `pixels`, from uint8 with 1 or 3 channels.
+def encode(image_HWC: np.ndarray) -> tuple[str, bytes]:
+    """Return type and content of a picture of at most `THUMBNAIL_PIXELS`, from uint8 with 1 or 3 channels.
 
     PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size.
     """
@@ -74,7 +74,7 @@ def encode(image_HWC: np.ndarray, *, pixels: int = THUMBNAIL_PIXELS) -> tuple[st
     if max(image.size) < SMOOTH_FROM_PIXELS:
         image.save(buffer, format="png", optimize=True)
         return "image/png", buffer.getvalue()
-    image.thumbnail((pixels, pixels))
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     image.save(buffer, format="jpeg", quality=88)
     return "image/jpeg", buffer.getvalue()
 

@@ -6,6 +6,7 @@ Missing or damaged files are reported in their place.
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from flatout.engine.pixels import centre
-from flatout.report import pictures, trust
+from flatout.report import pictures
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.stages import stages
 from flatout.report.verdict import CHECKED
-from flatout.tasks import task_named
-from flatout.tasks.base import Task
-from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES
+from flatout.tasks import Task, confusion, task_named
 from flatout.utils.console import duration
 from flatout.utils.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
@@ -45,9 +44,41 @@ TIME_PARTS = {
     "other": ("everything else", "#c3cbd3"),
 }
 OTHER_COLOUR = TIME_PARTS["other"][1]
-# Files with lines "class, readable name", for classes such as n01440764.
-NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
-NAME_FILE_BYTES = 10_000_000
+# Headings and explanations by task: of `confusion.png`, of the worst mistakes and of their heatmaps; columns by class.
+WORDS: dict[str, dict[str, Any]] = {
+    "single-label": {
+        "picture": (
+            "Confusion matrix",
+            "A row for each actual class, a column for each predicted class, on the {split} images.",
+        ),
+        "mistakes": (
+            "Most confident mistakes",
+            "The {count} wrong answers on the {split} images with the highest probability."
+            " They often show wrong labels too.",
+        ),
+        "explained": "the wrong answer",
+        "columns": ("class", "images", "precision", "recall", "F1", "most often taken for"),
+    },
+    "multi-label": {
+        "picture": ("Precision, recall and F1", "Of each class, with its number of {split} images."),
+        "mistakes": (
+            "Worst mistakes",
+            "The {count} {split} images with the most confident wrong decisions. They often show wrong labels too.",
+        ),
+        "explained": "the most probable class",
+        "columns": ("class", "images", "precision", "recall", "F1"),
+    },
+    "regression": {
+        "picture": ("Predicted against actual", "A point for each of the {split} images; on the line, both are equal."),
+        "mistakes": (
+            "Largest errors",
+            "The {count} {split} images with the largest errors. They often show wrong labels too.",
+        ),
+        "explained": "a larger number",
+        "columns": (),
+    },
+}
+SET_COLUMNS = ("wanted", "sets with the right class", "sets of one class", "classes per set")
 # Shorter parts of the time are not listed: they would read "0.0 s".
 MIN_SECONDS = 0.05
 
@@ -59,7 +90,7 @@ def draw_all(run: Path) -> None:
         InputError: `run` is not a run folder, a value in it has the wrong type, or a file cannot be written.
     """
     files = read_run(Path(run))
-    names, shown = readable_names(files), files.predictions
+    names, shown = files.summary.get("classes") or [], files.predictions
     if files.metrics:
         pictures.draw_curves(files.run / "curves.png", files.metrics, files.summary)
     if shown is not None:
@@ -68,7 +99,7 @@ def draw_all(run: Path) -> None:
         pictures.draw_predictions(
             files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task
         )
-        task.draw(files.run / "confusion.png", shown.predicted, shown.labels, names)
+        pictures.draw_answers(files.run / "confusion.png", shown, names, task)
     write_page(files.run / REPORT, "page.html.j2", _content(files, names))
 
 
@@ -76,27 +107,10 @@ def _task(files: RunFiles) -> Task:
     return task_named(files.summary.get("task") or files.recipe.get("task"))
 
 
-def readable_names(files: RunFiles) -> list[str]:
-    """Return the class names to show: readable ones if a file in the run folder or next to the data has them."""
-    classes, data = files.summary.get("classes") or [], (files.recipe.get("data") or {}).get("path")
-    for folder in (files.run, *([Path(data)] if data else ())):
-        for path in (folder / name for name in NAME_FILES):
-            try:
-                if path.stat().st_size > NAME_FILE_BYTES:
-                    continue
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except (OSError, ValueError):
-                continue
-            pairs = [re.split(r"\s*[,;\t]\s*|\s+", line.strip(), maxsplit=1) for line in lines]
-            readable = {pair[0]: name for pair in pairs if len(pair) == 2 and (name := pair[1].strip(' "'))}
-            if readable.keys() >= set(classes):
-                return [readable[name] for name in classes]
-    return classes
-
-
 def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     summary, shown, task = files.summary, files.predictions, _task(files)
-    rows = task.class_table(shown.predicted, shown.labels, names) if shown else []
+    rows = _class_rows(shown, names, task) if shown else []
+    words = WORDS[task.name]
     unanswered = int((~np.isfinite(shown.probabilities)).any(axis=1).sum()) if shown else 0
     split = SPLIT_NAMES.get(shown.split, shown.split) if shown else ""
     mistakes = _tiles(shown, shown.mistakes, names, task) if shown else []
@@ -120,16 +134,16 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "mistakes": mistakes,
         "unanswered": unanswered,
         "explained": _explained(shown, mistakes) if shown else [],
-        "explained_for": task.explained,
+        "explained_for": words["explained"],
         "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
-        "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in task.mistakes_shown],
-        "picture": [text.format(split=split) for text in task.picture],
-        "columns": list(task.table_columns),
+        "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in words["mistakes"]],
+        "picture": [text.format(split=split) for text in words["picture"]],
+        "columns": words["columns"],
         "metric": task.metric_title,
-        "trust": trust.facts(summary, "test" if shown and shown.split == "test" else "valid"),
-        "sets": trust.sets(summary),
-        "set_columns": trust.SET_COLUMNS,
-        "trust_charts": trust.charts(summary, shown, task, names),
+        "trust": _trust(summary, "test" if shown and shown.split == "test" else "valid"),
+        "sets": _prediction_sets(summary),
+        "set_columns": SET_COLUMNS,
+        "trust_charts": pictures.trust_charts(summary, shown, task, names),
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
         "pairs": _confused_pairs(shown, names, task) if shown else [],
         "worst": rows[:CLASSES_SHOWN],
@@ -230,11 +244,60 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
     return tiles
 
 
+def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
+    """Return a row for each class that has images, the worst first; single-label: with the most frequent mistake."""
+    keys = ("class", "support", "precision", "recall", "f1")
+    rows = task.per_class(shown.predicted, shown.labels, names)
+    cells = [tuple(row[key] for key in keys) for row in rows]
+    if task.name == "single-label":
+        matrix_KK = confusion(shown.predicted, shown.labels, len(names))
+        np.fill_diagonal(matrix_KK, 0)
+        rivals, times = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
+        taken_for = [f"{names[k]} ({n:,}\u00a0×)" if n else "—" for k, n in zip(rivals, times, strict=True)]
+        cells = [(*row, last) for row, last in zip(cells, taken_for, strict=True)]
+    return sorted((row for row in cells if row[1]), key=lambda row: (row[4], -row[1]))
+
+
 def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
     """Return the most frequent mistakes; none if the confusion matrix shows the numbers."""
-    if len(names) <= NUMBERS_UP_TO_CLASSES:
+    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:
         return []
     return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
+
+
+def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+    """Return names and values, as text; `split` is `test` or `valid`."""
+    found = summary.get("trust") or {}
+    rows: list[tuple[str, str]] = []
+    interval = summary.get(f"{split}_accuracy_interval")
+    if isinstance(interval, list) and len(interval) == 2:
+        rows.append(("95 % confidence interval", "–".join(f"{end:.3f}" for end in interval)))
+    names = {
+        "balanced_accuracy": "balanced accuracy",
+        "top5_accuracy": "top-5 accuracy",
+        "roc_auc": "area under ROC",
+    }
+    values = {name: finite(summary.get(f"{split}_{key}")) for key, name in names.items()}
+    rows += [(name, f"{value:.3f}") for name, value in values.items() if value is not None]
+    before, after = finite(found.get("ece_before")), finite(found.get("ece_after"))
+    if before is not None and after is not None:
+        rows += [("calibration error", f"{after:.3f}"), ("before temperature scaling", f"{before:.3f}")]
+    if (temperature := finite(found.get("temperature"))) is not None:
+        rows.append(("temperature", f"{temperature:.3g}"))
+    if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
+        rows.append(("images answered “unknown”", f"{100 * share:.1f}\u00a0%"))
+    return rows
+
+
+def _prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a row for each coverage of prediction sets, with the columns `SET_COLUMNS`."""
+    found = (summary.get("trust") or {}).get("prediction_sets") or ()
+    keys = {"coverage", "covered", "single", "mean_size"}
+    return [
+        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], Decimal(f"{row['mean_size']:.2f}"))
+        for row in found
+        if keys <= row.keys()
+    ]
 
 
 def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""The pictures of a run: predictions and curves of training. Values to draw may be missing, None or NaN.
+"""The pictures of a run: predictions, curves of training, all answers and their trust.
+
+Values to draw may be missing, None or NaN.
 
 Shape letters: M images, H height, W width, C channels, K classes.
 """
@@ -13,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.report.html import SMOOTH_FROM_PIXELS
-from flatout.tasks import task_named
-from flatout.tasks.base import Task
+from flatout.tasks import Task, confusion, task_named
 from flatout.utils import style
+from flatout.utils.run_files import Predictions
 from flatout.utils.style import finite, shorten
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a f
 MIN_ACCURACY_SPAN, MIN_LOSS_SPAN = 0.1, 0.25
 # Up to this many epochs, the training loss is drawn by steps: a few epoch means are not a curve.
 LOSS_BY_STEP_UP_TO_EPOCHS = 4
+# Up to this many classes, the cells of a confusion matrix have numbers.
+NUMBERS_UP_TO_CLASSES = 15
+LABELS_AT_MOST, LABEL_WIDTH = 51, 20
+# Maximum number of classes drawn as bars, those with the lowest F1.
+CLASSES_DRAWN = 40
+# Maximum points of an ROC or precision-recall curve, and maximum curves of single classes.
+POINTS, CURVES = 200, 40
 
 
 def draw_predictions(
@@ -219,3 +228,183 @@ def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quant
         score = scores[kept]
         label = f"kept: epoch {kept}" + ("" if score is None else f", valid {style.number(score)}")
         axes.axvline(kept, color=style.MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0, label=label)
+
+
+# --- all answers ------------------------------------------------------------------------------------------------------
+
+
+def draw_answers(path: Path, shown: Predictions, classes: Sequence[str], task: Task) -> None:
+    """Write the picture of all predictions of a run: `confusion.png`."""
+    if task.name == "regression":
+        found = task.metrics(shown.predicted, shown.labels)
+        title = f"Mean absolute error {style.plain(found['mae'])}, R² {found['r2']:.3f}"
+        draw_numbers(path, shown.predicted, shown.labels, title)
+    elif task.name == "multi-label":
+        draw_class_scores(path, task.per_class(shown.predicted, shown.labels, classes))
+    else:
+        draw_confusion(path, confusion(shown.predicted, shown.labels, len(classes)), classes)
+
+
+def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) -> None:
+    """Write the confusion matrix: counts [K, K], a row per actual class, a column per predicted class.
+
+    A cell's colour is its share of the row, blue on the diagonal and red off it, on a square-root scale so that rare
+    mistakes are visible; rows of classes without images are grey. Up to 15 classes the cells contain their counts;
+    beyond 51 only some classes are labelled.
+    """
+    from matplotlib.colors import to_rgb
+
+    K = len(classes)
+    row_totals = matrix_KK.sum(axis=1, keepdims=True)
+    shares_KK = matrix_KK / np.maximum(row_totals, 1)
+    full_KKC = np.where(np.eye(K, dtype=bool)[..., None], to_rgb(style.RIGHT), to_rgb(style.WRONG))
+    colours_KKC = 1 + (full_KKC - 1) * np.sqrt(shares_KK)[..., None]
+    colours_KKC[row_totals[:, 0] == 0] = to_rgb(style.EMPTY)
+    side = float(np.clip(2.6 + 0.42 * K, 4.2, 9.5))
+    figure = style.new_figure(side + 0.6, side + 0.5, dpi=150)
+    axes = figure.add_subplot()
+    axes.imshow(colours_KKC)
+    correct, total = int(np.trace(matrix_KK)), int(matrix_KK.sum())
+    title = f"Accuracy {correct / total:.3f}: {correct:,} of {total:,} right" if total else "No predictions"
+    axes.set_title(title, fontsize=11, weight="bold", color=style.INK, loc="left", pad=10)
+    _label_classes(axes, classes)
+    if K <= NUMBERS_UP_TO_CLASSES:
+        for (row, column), count in np.ndenumerate(matrix_KK):
+            colour = style.readable_on(colours_KKC[row, column])
+            text = "" if not count else f"{int(count):,}" if count < 100_000 else f"{count:.0e}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7.5 if K > 5 else 10, color=colour)
+        axes.set_xticks(np.arange(0.5, K - 1), minor=True)
+        axes.set_yticks(np.arange(0.5, K - 1), minor=True)
+        axes.grid(which="minor", color="#ffffff", linewidth=1.2)
+        axes.tick_params(which="minor", length=0)
+    style.write_png(figure, path)
+
+
+def _label_classes(axes: "Axes", classes: Sequence[str]) -> None:
+    K = len(classes)
+    ticks = range(0, K, math.ceil(K / LABELS_AT_MOST))
+    labels = [shorten(classes[tick], LABEL_WIDTH) for tick in ticks]
+    size = 8 if K <= NUMBERS_UP_TO_CLASSES else 6.5
+    text: dict[str, Any] = {"fontsize": size, "family": style.families(), "parse_math": False, "color": style.INK}
+    slant: dict[str, Any] = {"rotation": 90}
+    if K <= NUMBERS_UP_TO_CLASSES:
+        slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(ticks, labels, **text, **slant)
+    axes.set_yticks(ticks, labels, **text)
+    axes.set_xlabel("predicted  (colour: share of the row, square-root scale)", fontsize=8, color=style.MUTED)
+    axes.set_ylabel("actual", fontsize=8, color=style.MUTED)
+    axes.tick_params(length=0, pad=3)
+    axes.spines[:].set_color(style.FAINT)
+
+
+def draw_class_scores(path: Path, every: Sequence[Mapping[str, Any]]) -> None:
+    """Write precision, recall and F1 as bars, lowest F1 first; `every` is from `Task.per_class`, of which the worst."""
+    rows = sorted(every, key=lambda row: row["f1"])[:CLASSES_DRAWN]
+    figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
+    axes = figure.add_subplot()
+    shown = f", the {len(rows)} worst of {len(every)} classes" if len(rows) < len(every) else ""
+    style.style_panel(axes, f"Precision, recall and F1{shown}")
+    axes.grid(visible=False, axis="y")
+    colours = {"precision": style.ORANGE, "recall": style.MUTED, "f1": style.RIGHT}
+    for number, (key, colour) in enumerate(colours.items()):
+        heights = [position + 0.26 * (number - 1) for position in range(len(rows))]
+        axes.barh(heights, [row[key] for row in rows], height=0.24, color=colour, label=key.replace("f1", "F1"))
+    names = [f"{shorten(row['class'], LABEL_WIDTH)} ({row['support']:,})" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8, family=style.families(), parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    style.write_png(figure, path)
+
+
+def draw_numbers(path: Path, answers: np.ndarray, labels: np.ndarray, title: str) -> None:
+    """Write a scatter plot of predicted against actual numbers."""
+    figure = style.new_figure(5.4, 5.4, dpi=150)
+    axes = figure.add_subplot()
+    style.style_panel(axes, title, "actual")
+    axes.set_ylabel("predicted", fontsize=8, color=style.MUTED)
+    is_finite = np.isfinite(answers)
+    known = np.concatenate([labels, answers[is_finite]])
+    ends = [float(known.min()), float(known.max())]
+    axes.plot(ends, ends, color=style.FAINT, linewidth=1.2, zorder=1)
+    axes.scatter(labels[is_finite], answers[is_finite], s=8, alpha=0.5, color=style.RIGHT, linewidths=0, zorder=2)
+    axes.set_aspect("equal", adjustable="datalim")
+    if max(map(abs, ends)) >= 10_000:  # 400,000 in place of 0.4 and a factor of 1e6 at the end of the axis
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.0f}")
+        axes.locator_params(axis="x", nbins=5)
+    style.write_png(figure, path)
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def trust_charts(
+    summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]
+) -> dict[str, str]:
+    """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
+    found, drawn = summary.get("trust") or {}, {}
+    if all(_bins(found, name) for name in ("before", "after")):
+        figure = style.new_figure(4.7, 3.4, dpi=72)
+        _draw_reliability(figure.add_subplot(), found)
+        drawn["reliability diagram"] = as_svg(figure, "reliability")
+    if shown and (decisions := task.decisions(shown.labels, shown.probabilities, names)):
+        roc, precision = (style.new_figure(4.7, 3.4, dpi=72) for _ in range(2))
+        _draw_decisions(roc.add_subplot(), precision.add_subplot(), decisions)
+        drawn |= {"ROC curve": as_svg(roc, "ROC"), "precision-recall curve": as_svg(precision, "precision")}
+    return drawn
+
+
+def _bins(found: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
+    """Return the bins of the reliability diagram that are complete."""
+    rows = found.get(f"reliability_{name}") or ()
+    return [row for row in rows if {"confidence", "accuracy", "count"} <= row.keys()]
+
+
+def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
+    style.style_panel(axes, "Reliability: accuracy by probability", "probability of the answer")
+    axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2, label="perfect")
+    for name, colour in (("before", style.MUTED), ("after", style.RIGHT)):
+        rows, error = _bins(found, name), finite(found.get(f"ece_{name}"))
+        label = f"{name} scaling" + (f", error {error:.3f}" if error is not None else "")
+        x, y, counts = (np.array([row[key] for row in rows]) for key in ("confidence", "accuracy", "count"))
+        axes.plot(x, y, color=colour, linewidth=0.9, label=label)
+        # The area of a point is its share of the images, so that noisy bins look small.
+        axes.scatter(x, y, s=4 + 220 * counts / counts.sum(), color=colour, linewidths=0, alpha=0.85, zorder=3)
+    _unit_square(axes)
+    style.add_legend(axes, loc="lower right")
+
+
+def _draw_decisions(roc: "Axes", precision: "Axes", decisions: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> None:
+    """Draw ROC and precision-recall curves: the main one, labelled with its area, and those of single classes."""
+    from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
+
+    style.style_panel(roc, "ROC curve: true positive rate", "false positive rate")
+    style.style_panel(precision, "Precision-recall curve: precision", "recall")
+    roc.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2)
+    for number, (name, *both) in enumerate(decisions[: CURVES + 1]):
+        false_positive_rate, true_positive_rate, _ = roc_curve(*both)
+        shares, recall, _ = precision_recall_curve(*both)
+        pairs = (
+            (roc, false_positive_rate, true_positive_rate, roc_auc_score),
+            (precision, recall, shares, average_precision_score),
+        )
+        for axes, x, y, area in pairs:
+            looks: dict[str, Any] = {
+                "color": style.MUTED,
+                "linewidth": 0.5,
+                "label": "each class" if number == 1 else None,
+            }
+            if not number:
+                label = f"{shorten(name, 24)}, area {area(*both):.3f}"
+                looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": label}
+            kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.int64))
+            axes.plot(x[kept], y[kept], **looks)
+    for axes, place in ((roc, "lower right"), (precision, "lower left")):
+        _unit_square(axes)
+        style.add_legend(axes, loc=place)
+
+
+def _unit_square(axes: "Axes") -> None:
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.04)

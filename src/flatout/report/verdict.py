@@ -74,18 +74,6 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
 
-def _margin(accuracy: float, count: float | None) -> float:
-    """Return how far an accuracy on `count` images may deviate by chance.
-
-    Two right and two wrong predictions are added (Agresti and Coull, 1998), so that the margin of few images is never
-    0.
-    """
-    if not count:
-        return 0.0
-    likely = (accuracy * count + 2) / (count + 4)
-    return STANDARD_ERRORS * math.sqrt(likely * (1 - likely) / (count + 4))
-
-
 class _Run:
     """The figures of a run: accuracies of the chosen weights, and the training accuracy of the last epoch."""
 
@@ -103,8 +91,16 @@ class _Run:
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
 
     def margin(self, split: str, accuracy: float) -> float:
-        """Return how far the accuracy on a split may deviate by chance."""
-        return _margin(accuracy, self.summary.get(f"{'valid' if split == 'validation' else split}_count"))
+        """Return how far the accuracy on a split may deviate by chance.
+
+        Two right and two wrong predictions are added (Agresti and Coull, 1998), so that the margin of few images is
+        never 0.
+        """
+        count = self.summary.get(f"{'valid' if split == 'validation' else split}_count")
+        if not count:
+            return 0.0
+        likely = (accuracy * count + 2) / (count + 4)
+        return STANDARD_ERRORS * math.sqrt(likely * (1 - likely) / (count + 4))
 
     def counts(self, name: str) -> list[tuple[int, str]]:
         """Return the numbers of images of all classes, each with the shortened name of its class."""

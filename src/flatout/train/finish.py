@@ -26,7 +26,7 @@ from flatout.models.weights import save_tensors
 from flatout.report.stages import stages
 from flatout.report.verdict import verdict
 from flatout.tasks import describe_metrics
-from flatout.tasks.base import Task
+from flatout.tasks import Task
 from flatout.train.context import Ended, TrainContext
 from flatout.train.head_stage import HeadStage
 from flatout.train.progress import Progress

@@ -18,7 +18,7 @@ import torch
 from flatout.data.splits import divide
 from flatout.engine import optim
 from flatout.inference.calibration import fit_temperature
-from flatout.tasks.base import Task
+from flatout.tasks import Task
 from flatout.utils.host import physical_cores
 
 # Penalties on the weights of standardised features, from strong to weak; the search stops when the loss rises.

@@ -24,8 +24,7 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
-from flatout.tasks import task_of
-from flatout.tasks.base import Task
+from flatout.tasks import Task, task_of
 from flatout.train.head import FittedHead, fit_head
 from flatout.train.progress import EpochRecord
 from flatout.utils.errors import InputError

@@ -230,15 +230,15 @@ def read_predictions(run: Path, summary: dict[str, Any], missing: dict[str, str]
     return None
 
 
-def visible(images: np.ndarray, white: int = 0) -> np.ndarray:
+def visible(images: np.ndarray) -> np.ndarray:
     """Return images [..., H, W, C] as uint8 with 1 or 3 channels: the first three of more, the first of two.
 
-    With 16 bits, `white`, by default the highest value of all images, becomes white, since many cameras use 12.
+    With 16 bits, the highest value of all images becomes white, since many cameras use 12.
     """
     images = images[..., : 3 if images.shape[-1] >= 3 else 1]
     if images.dtype == np.uint8:
         return images
-    return np.minimum(images * (255 / max(1, white or images.max(initial=0))), 255).astype(np.uint8)
+    return np.minimum(images * (255 / max(1, images.max(initial=0))), 255).astype(np.uint8)
 
 
 def write_json(path: Path, content: Any) -> None:

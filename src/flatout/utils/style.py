@@ -91,11 +91,11 @@ def add_legend(axes: "Axes", **options: Any) -> None:
         axes.legend(**(style | options))
 
 
-def add_label(axes: "Axes", x: float, y: float, text: str, *, below: bool = False) -> None:
-    """Write a value above or below a point, on a white background because a line may pass there."""
+def add_label(axes: "Axes", x: float, y: float, text: str) -> None:
+    """Write a value above a point, on a white background because a line may pass there."""
     axes.annotate(
-        text, (x, y), (0, -5 if below else 5), textcoords="offset points", fontsize=8, color=INK, ha="center",
-        va="top" if below else "bottom", bbox={"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
+        text, (x, y), (0, 5), textcoords="offset points", fontsize=8, color=INK, ha="center", va="bottom",
+        bbox={"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-// Several runs over each other; and the charts of other commands.
+// Several runs over each other.
 
 import { count, date, devices, duration, figure, h, isNumber, literal, message, score, soon } from "./dom.js";
-import { address, get, onRuns, state } from "./net.js";
+import { get, onRuns, state } from "./net.js";
 import { Chart, course } from "./curves.js";
 import { chosen, status } from "./runs.js";
 
@@ -89,25 +89,4 @@ export function compareView(main, ids) {
   draw();
   refresh();
   return { keys: { Escape: back }, close: () => { stop(); Object.values(charts).forEach(chart => chart.close()); } };
-}
-
-export function chartsView(main) {
-  document.title = "Charts · flatout board";
-  let seen = null;
-  function draw() {
-    const now = JSON.stringify(state.charts);
-    if (now === seen) return;
-    seen = now;
-    const cards = [...state.charts].sort((a, b) => String(b.date).localeCompare(String(a.date))).map(chart => h("article", { class: "card" },
-      h("h2", {}, chart.id === "." ? state.folder.split("/").at(-1) : chart.id), h("p", { class: "quiet" }, [chart.kind, chart.job, chart.model].filter((part, i, all) => part && all.indexOf(part) === i).join(" · ")),
-      chart.problem ? h("p", { class: "stopped" }, chart.problem) : null,
-      chart.ended ? h("p", { class: "stopped" }, chart.ended) : null,
-      chart.picture ? h("img", { class: "chart", src: address("file", { run: chart.id, name: chart.picture }), alt: `${chart.kind} of ${chart.job || chart.id}`, loading: "lazy" }) : h("p", { class: "quiet" }, "There is no picture yet."),
-      chart.findings?.length ? h("ul", { class: "verdict" }, chart.findings.map(text => h("li", {}, text))) : null));
-    main.replaceChildren(h("div", { class: "title" }, h("h1", {}, "Charts"), h("p", { class: "quiet total" }, "of flatout scale, plan and lr")),
-      cards.length ? h("div", { class: "cards" }, cards) : h("div", { class: "empty" }, h("h2", {}, "No charts"), h("p", {}, "The results of these commands appear here if they are written into this folder:"), h("pre", {}, "flatout scale JOB --devices cpu,2xcpu\nflatout plan JOB --topology v5e:2x4\nflatout lr JOB"), h("p", { class: "quiet" }, state.folder)));
-  }
-  const stop = onRuns(soon(draw));
-  draw();
-  return { keys: { Escape: () => { location.hash = "#/"; } }, close: stop };
 }

@@ -79,11 +79,6 @@ export function meter(share, kind = "") {
   return h("span", { class: `meter ${kind}`, "aria-hidden": "true" }, h("i", { style: { width } }));
 }
 
-/** A share with the number beside its bar. */
-export function bar(name, share, text, kind = "") {
-  return h("li", {}, h("span", { class: "name" }, name), meter(share, kind), h("span", { class: "value" }, text));
-}
-
 /** Calls `draw` once before the next frame, however often it was asked. */
 export function soon(draw) {
   let isAsked = false;

@@ -25,10 +25,6 @@ async function show() {
       const { compareView } = await import("./compare.js");
       listen();
       shown = compareView(main, rest);
-    } else if (view === "charts") {
-      const { chartsView } = await import("./compare.js");
-      listen();
-      shown = chartsView(main);
     } else {
       listen();
       shown = runsView(main);
@@ -41,11 +37,7 @@ async function show() {
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const isTyping = event.target.matches?.("input:not([type=checkbox]), select, textarea");
-  if (document.querySelector("dialog[open]")) {
-    const action = shown.dialogKeys?.[event.key];
-    if (action) { event.preventDefault(); action(); }
-    return;
-  }
+  if (document.querySelector("dialog[open]")) return;
   if (isTyping && event.key !== "Escape") return;
   if (isTyping) event.target.blur();
   // A key that presses what has the focus does only that.

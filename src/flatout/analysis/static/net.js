@@ -1,4 +1,4 @@
-// Requests, and one stream of changes for each page.
+// Requests; and the changes of all runs, once a second.
 
 const query = values => {
   const search = new URLSearchParams();
@@ -25,16 +25,14 @@ export async function get(path, values = {}, options = {}) {
   return content;
 }
 
-export const state = { runs: new Map(), charts: [], notes: [], folder: "", version: 0, complete: false, exists: true };
+export const state = { runs: new Map(), notes: [], folder: "", version: 0, complete: false, exists: true };
 const listeners = new Set();
 export const onRuns = listener => { listeners.add(listener); return () => listeners.delete(listener); };
 
-function take(changes) {
-  state.version = changes.version;
-  if (changes.is_whole) state.runs.clear();
-  for (const key of ["complete", "exists", "notes", "charts", "folder"]) if (key in changes) state[key] = changes[key];
-  for (const run of changes.runs) state.runs.set(run.id, run);
-  for (const id of changes.removed) state.runs.delete(id);
+function take(found) {
+  if (!("runs" in found)) return; // nothing has changed
+  for (const key of ["version", "complete", "exists", "notes", "folder"]) state[key] = found[key];
+  state.runs = new Map(found.runs.map(run => [run.id, run]));
   for (const listener of [...listeners]) listener();
 }
 
@@ -42,25 +40,33 @@ export async function load() {
   take(await get("runs"));
 }
 
-let source = null, watched = null;
+let watched = {}, timer = 0;
 
-/** Opens the stream: changes of all runs, and of the files of one of them, which `news` gets. */
-export function listen(run = null, news = null, log = null) {
-  watched = { run, news, log };
-  if (source) source.close();
-  if (document.hidden) return;
-  source = new EventSource(address("events", { since: state.version, run, log }));
-  const link = document.getElementById("link");
-  source.onopen = () => show("live", "live");
-  source.onerror = () => show("lost", "no connection");
-  source.addEventListener("runs", event => take(JSON.parse(event.data)));
-  source.addEventListener("run", event => news && news(JSON.parse(event.data)));
-  function show(kind, text) { link.className = `link ${kind}`; link.textContent = text; }
+/** Asks for changes of all runs, and of the files of one of them, which `news` gets. */
+export function listen(run = null, news = null, name = null) {
+  watched = { run, news, name, stamps: {} };
+  poll();
 }
 
-// A page that nobody sees takes nothing from the server, nor one of the few connections of a browser.
-document.addEventListener("visibilitychange", () => {
-  if (!watched) return;
-  if (document.hidden) source?.close();
-  else listen(watched.run, watched.news, watched.log);
-});
+async function poll() {
+  // A page that nobody sees takes nothing from the server.
+  if (document.hidden) return;
+  const now = watched, link = document.getElementById("link");
+  const show = (kind, text) => { link.className = `link ${kind}`; link.textContent = text; };
+  try {
+    take(await get("runs", { version: state.version }));
+    if (state.runs.has(now.run)) {
+      const found = await get("changes", { run: now.run, name: now.name, ...now.stamps });
+      now.stamps = found.stamps;
+      if (now === watched && Object.keys(found).length > 1) now.news(found);
+    }
+    show("live", "live");
+  } catch {
+    show("lost", "no connection");
+  }
+  if (now !== watched) return;
+  clearTimeout(timer);
+  timer = setTimeout(poll, state.complete ? 1000 : 200);
+}
+
+document.addEventListener("visibilitychange", poll);

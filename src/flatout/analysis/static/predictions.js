@@ -1,69 +1,58 @@
-// The confusion matrix, and a gallery of the images of a class, a prediction, or a cell of it.
+// The confusion matrix, whose cells open their images.
 
-import { bar, count, h, isNumber, message, soon, visible } from "./dom.js";
+import { count, h, isNumber, message } from "./dom.js";
 import { address, get } from "./net.js";
 
-const PAGE = 100, NUMBERS_UP_TO = 15, BUTTONS_UP_TO = 40, PAIRS = 12;
+const NUMBERS_UP_TO = 15, BUTTONS_UP_TO = 40, PAIRS = 12;
 
+/** Fills the panel, and returns what ends its requests. */
 export function predictions(panel, run, signal) {
-  let answers = null, closeGallery = () => {};
-  const filter = { actual: "", predicted: "", show: "wrong", order: "confident" };
-  const dialogKeys = {};
+  const gallery = h("section", { id: "gallery" });
+  let answers = null, asked = new AbortController();
   panel.replaceChildren(h("p", { class: "quiet" }, "Reading the predictions …"));
   get("answers", { run }, { signal }).then(found => { answers = found; build(); }, error => {
     if (error.name !== "AbortError") panel.replaceChildren(message("No predictions", error.message));
   });
 
   function build() {
-    const gallery = h("div", { class: "gallery" }), head = h("div", { class: "tools gallery-tools" });
-    if (!answers.wrong) filter.show = "all";
     const parts = [];
-    if (answers.cells) {
-      parts.push(h("section", { class: "confusion-box" }, h("h2", {}, "Confusion matrix"),
-        h("p", { class: "lead" }, `A row for each actual class, a column for each prediction, of the ${answers.split} images. Choose a cell to see its images.`),
-        answers.classes.length <= BUTTONS_UP_TO ? matrix() : picture()),
-        h("section", {}, h("h2", {}, "Most confused"), h("p", { class: "lead" }, "Mistakes, the most frequent first."), pairs()));
-    }
-    panel.replaceChildren(
-      answers.images ? h("p", { class: "stopped" }, answers.images) : "",
-      parts.length ? h("div", { class: "split" }, parts) : "",
-      h("section", { id: "gallery" }, h("h2", {}, "Images"), head, gallery));
-    tools(head);
-    refill();
-
-    function refill() {
-      closeGallery();
-      closeGallery = fill(gallery, head);
-    }
-    build.refill = refill;
-    build.tools = () => tools(head);
+    if (answers.kept !== null)
+      parts.push(h("p", { class: "stopped" }, `Only the ${answers.kept} images of the report can be shown: the decoded images of this run are not in the cache; flatout evaluate RUN decodes those of files again.`));
+    if (answers.cells)
+      parts.push(h("div", { class: "split" },
+        h("section", { class: "confusion-box" }, h("h2", {}, "Confusion matrix"),
+          h("p", { class: "lead" }, `A row for each actual class, a column for each prediction, of the ${answers.split} images. Choose a cell to see its images.`),
+          answers.classes.length <= BUTTONS_UP_TO ? matrix() : picture()),
+        h("section", {}, h("h2", {}, "Most confused"), h("p", { class: "lead" }, "Mistakes, the most frequent first."), pairs())));
+    panel.replaceChildren(...parts, gallery);
+    show(answers.wrong === null ? "Largest errors" : "Mistakes", {});
   }
 
   function choose(actual, predicted) {
-    Object.assign(filter, { actual: String(actual), predicted: String(predicted), show: "all" });
-    build.tools();
-    build.refill();
-    document.getElementById("gallery").scrollIntoView({ block: "start" });
+    const names = [answers.classes[actual], answers.classes[predicted]];
+    show(actual === predicted ? names[0] : names.join(" / "), { actual, predicted });
+    gallery.scrollIntoView({ block: "start" });
   }
 
-  function tools(head) {
-    const change = (key, value) => { filter[key] = value; build.tools(); build.refill(); };
-    const select = (key, title, options) => h("label", {}, h("span", {}, title),
-      h("select", { onchange: event => change(key, event.target.value) }, options.map(([value, text]) =>
-        h("option", { value, selected: String(filter[key]) === value }, text))));
-    const classes = answers.classes.map((name, i) => [String(i), name]);
-    const parts = [];
-    if (answers.wrong !== null)
-      parts.push(h("div", { class: "segments", role: "group", "aria-label": "Answers" }, [["wrong", "Wrong", answers.wrong], ["right", "Right", answers.count - answers.wrong], ["all", "All", answers.count]].map(([value, text, number]) =>
-        h("button", { "aria-pressed": filter.show === value, onclick: () => change("show", value) }, text, h("i", {}, count(number))))));
-    if (answers.totals) {
-      parts.push(select("actual", "Actual", [["", "any class"], ...classes]));
-      parts.push(select("predicted", "Predicted", [["", "any class"], ...classes]));
+  async function show(title, cell) {
+    asked.abort();
+    asked = new AbortController();
+    try {
+      const { total, samples } = await get("samples", { run, ...cell }, { signal: asked.signal });
+      const some = samples.length < total ? `, the first ${count(samples.length)}` : "";
+      gallery.replaceChildren(h("h2", {}, title), h("p", { class: "lead total" }, `${count(total)} image${total === 1 ? "" : "s"}${some}`),
+        h("div", { class: "gallery" }, samples.map(tile)));
+    } catch (error) {
+      if (error.name !== "AbortError") gallery.replaceChildren(message("The images cannot be listed", error.message));
     }
-    const orders = answers.wrong === null ? [["confident", "largest error first"], ["unsure", "smallest error first"], ["data", "as in the data"]]
-      : [["confident", "most confident first"], ["unsure", "least confident first"], ["data", "as in the data"]];
-    parts.push(select("order", "Order", orders));
-    head.replaceChildren(...parts, h("p", { class: "quiet total", role: "status" }));
+  }
+
+  function tile(sample) {
+    const kind = sample.right === null ? "" : sample.right ? "right" : "wrong";
+    const image = sample.image ? h("img", { src: address("image", { run, index: sample.i }), alt: "", loading: "lazy", class: answers.tiny ? "tiny" : null }) : h("span", { class: "quiet" }, "not kept");
+    return h("div", { class: "tile" }, h("span", { class: "frame" }, image),
+      h("span", { class: `label ${kind}` }, sample.actual === sample.predicted ? sample.actual : `${sample.actual} / ${sample.predicted}`),
+      h("span", { class: "quiet" }, isNumber(sample.confidence) ? sample.confidence.toFixed(3) : ""));
   }
 
   function pairs() {
@@ -128,87 +117,5 @@ export function predictions(panel, run, signal) {
     return h("div", {}, canvas, note);
   }
 
-  /** The images of the filter. Only those in the window exist; their pages are requested when they come near. */
-  function fill(box, head) {
-    const pages = new Map(), stopped = new AbortController();
-    const note = head.querySelector(".total"), grid = h("div", { class: "window" });
-    let total = null, columns = 1, rowHeight = 1, index = 0;
-    box.replaceChildren(grid);
-
-    const request = at => {
-      if (pages.has(at)) return;
-      pages.set(at, null);
-      get("samples", { run, ...filter, offset: at * PAGE, limit: PAGE }, { signal: stopped.signal }).then(page => {
-        pages.set(at, page.samples);
-        total = page.total;
-        note.textContent = `${count(total)} image${total === 1 ? "" : "s"}`;
-        lay();
-      }, error => { if (error.name !== "AbortError") { pages.delete(at); grid.replaceChildren(message("The images cannot be listed", error.message)); } });
-    };
-    const sampleAt = i => pages.get(Math.floor(i / PAGE))?.[i % PAGE];
-
-    function lay() {
-      const width = grid.clientWidth, least = width < 500 ? 96 : 116, gap = 12;
-      columns = Math.max(2, Math.floor((width + gap) / (least + gap)));
-      const tile = (width - gap * (columns - 1)) / columns, [height, wide] = answers.shape;
-      const image = Math.round(tile * Math.min(1.3, Math.max(0.6, height / wide)));
-      rowHeight = image + 46 + gap;
-      const rows = Math.ceil((total || 0) / columns);
-      grid.style.height = `${Math.max(total === null ? rowHeight : 0, rows * rowHeight)}px`;
-      const [first, last] = visible(grid, rowHeight, rows, 2);
-      const tiles = [];
-      for (let i = first * columns; i < Math.min(total || 0, last * columns); i++) {
-        request(Math.floor(i / PAGE));
-        tiles.push(tileOf(i, { left: `${(i % columns) * (tile + gap)}px`, top: `${Math.floor(i / columns) * rowHeight}px`, width: `${tile}px`, height: `${rowHeight - gap}px` }, image));
-      }
-      if (total === 0) tiles.push(h("p", { class: "quiet" }, "There are none."));
-      grid.replaceChildren(...tiles);
-    }
-
-    const made = new Map();
-    function tileOf(i, place, height) {
-      const sample = sampleAt(i), key = `${i} ${Boolean(sample)} ${place.width}`;
-      if (made.get(i)?.key === key) { Object.assign(made.get(i).element.style, place); return made.get(i).element; }
-      const kind = sample && sample.right !== null ? (sample.right ? "right" : "wrong") : "";
-      const element = h("button", { class: "tile", style: place, "aria-label": sample ? `${sample.actual}, predicted ${sample.predicted}` : "loading", onclick: () => { index = i; show(); } },
-        h("span", { class: "frame", style: { height: `${height}px` } }, !sample ? null : sample.image ? h("img", { src: address("image", { run, index: sample.i }), alt: "", class: answers.tiny ? "tiny" : null, decoding: "async" }) : h("span", { class: "quiet" }, "not kept")),
-        sample ? [h("span", { class: `label ${kind}` }, sample.actual === sample.predicted ? sample.actual : `${sample.actual} / ${sample.predicted}`),
-          h("span", { class: "quiet" }, isNumber(sample.confidence) ? sample.confidence.toFixed(3) : "")] : null);
-      made.set(i, { key, element });
-      if (made.size > 2000) made.delete(made.keys().next().value);
-      return element;
-    }
-
-    const dialog = h("dialog", { class: "viewer", "aria-label": "Image" });
-    box.append(dialog);
-    async function show() {
-      const sample = sampleAt(index);
-      if (!sample) { request(Math.floor(index / PAGE)); setTimeout(() => dialog.open && show(), 150); return; }
-      const close = h("button", { class: "close", "aria-label": "Close", onclick: () => dialog.close() }, "×");
-      const answer = h("ul", { class: "bars" });
-      const kind = sample.right === null ? "" : sample.right ? "right" : "wrong";
-      dialog.replaceChildren(close, h("div", { class: "view" }, sample.image ? h("img", { src: address("image", { run, index: sample.i, full: 1 }), alt: sample.actual, class: answers.tiny ? "tiny" : null }) : h("p", { class: "quiet" }, "This image was not kept.")),
-        h("div", {}, h("dl", { class: "answer" }, h("div", {}, h("dt", {}, "actual"), h("dd", {}, sample.actual)), h("div", {}, h("dt", {}, "predicted"), h("dd", { class: kind }, sample.predicted))), answer,
-          h("p", { class: "quiet" }, `${count(index + 1)} of ${count(total)} · image ${sample.i} of the ${answers.split} images`),
-          h("div", { class: "tools" }, h("button", { onclick: () => step(-1) }, "Previous"), h("button", { onclick: () => step(1) }, "Next"))));
-      if (!dialog.open) dialog.showModal();
-      const now = index;
-      try {
-        const full = await get("samples", { run, index: sample.i }, { signal: stopped.signal });
-        if (now === index) answer.replaceChildren(...(full.answer.classes || []).map((name, i) => bar(name, full.answer.probabilities[i], full.answer.probabilities[i].toFixed(3), name === full.actual ? "" : "other")));
-      } catch (error) {
-        if (error.name !== "AbortError") answer.replaceChildren(h("li", { class: "quiet" }, error.message));
-      }
-    }
-    const step = by => { index = Math.min(total - 1, Math.max(0, index + by)); show(); };
-    Object.assign(dialogKeys, { ArrowLeft: () => step(-1), ArrowRight: () => step(1) });
-
-    const seen = soon(lay), sizes = new ResizeObserver(seen);
-    addEventListener("scroll", seen, { passive: true });
-    sizes.observe(grid);
-    request(0);
-    return () => { stopped.abort(); sizes.disconnect(); removeEventListener("scroll", seen); };
-  }
-
-  return { close: () => closeGallery(), dialogKeys };
+  return () => asked.abort();
 }

@@ -4,10 +4,9 @@ import { bytes, count, date, devices, duration, figure, h, isNumber, literal, me
 import { address, get, listen, onRuns, state } from "./net.js";
 import { RunCurves } from "./curves.js";
 import { predictions } from "./predictions.js";
-import { classify } from "./classify.js";
 import { status } from "./runs.js";
 
-const TABS = [["curves", "Curves"], ["predictions", "Predictions"], ["recipe", "Recipe"], ["log", "Log"], ["classify", "Classify"]];
+const TABS = [["curves", "Curves"], ["predictions", "Predictions"], ["recipe", "Recipe"], ["log", "Log"]];
 const LOG_LINES = 2000;
 
 export function runView(main, id, tab = "curves") {
@@ -17,7 +16,7 @@ export function runView(main, id, tab = "curves") {
     h("button", { role: "tab", id: `tab-${name}`, "data-tab": name, onclick: () => open(name) }, title)));
   const curves = new RunCurves();
   const log = { lines: [], box: h("pre", { class: "log", tabindex: 0, "aria-label": "Log" }), name: "rank-0.log" };
-  let details = null, opened = "", close = () => {}, dialogKeys = {};
+  let details = null, opened = "", close = () => {};
   const address_ = name => `#/run/${encodeURIComponent(id)}/${name}`;
   const draw = soon(() => { header(); if (opened === "curves") curves.draw(); });
 
@@ -112,7 +111,6 @@ export function runView(main, id, tab = "curves") {
     opened = name;
     close();
     close = () => {};
-    dialogKeys = {};
     for (const button of tabs.children) {
       button.setAttribute("aria-selected", button.dataset.tab === name);
       button.tabIndex = button.dataset.tab === name ? 0 : -1;
@@ -120,10 +118,9 @@ export function runView(main, id, tab = "curves") {
     panel.setAttribute("aria-labelledby", `tab-${name}`);
     if (name === "curves" && state.runs.get(id).folds) panel.replaceChildren(folds());
     else if (name === "curves") { panel.replaceChildren(curves.element, verdict()); curves.draw(); }
-    if (name === "predictions") ({ close, dialogKeys } = predictions(panel, id, abort.signal));
+    if (name === "predictions") close = predictions(panel, id, abort.signal);
     if (name === "recipe") recipe();
     if (name === "log") { panel.replaceChildren(logTools(), log.box); drawLog(); }
-    if (name === "classify") close = classify(panel, id);
   }
 
   function folds() {
@@ -191,5 +188,5 @@ export function runView(main, id, tab = "curves") {
     open(next);
     document.getElementById(`tab-${next}`).focus();
   }
-  return { keys, get dialogKeys() { return dialogKeys; }, close: () => { abort.abort(); stop(); verdict.stop?.(); close(); curves.close(); } };
+  return { keys, close: () => { abort.abort(); stop(); verdict.stop?.(); close(); curves.close(); } };
 }

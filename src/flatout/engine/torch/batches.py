@@ -13,7 +13,7 @@ import torch
 
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer, placement
-from flatout.tasks.base import Task
+from flatout.tasks import Task
 
 if TYPE_CHECKING:
     pass

@@ -19,7 +19,7 @@ from flatout.engine.metrics import Counts
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step
 from flatout.models.layers import Cut
-from flatout.tasks.base import Task
+from flatout.tasks import Task
 from flatout.utils.errors import InputError, RankLost, causes, first_line
 
 

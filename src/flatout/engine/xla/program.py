@@ -25,8 +25,7 @@ from flatout.engine.xla.keras import KerasFunction
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
-from flatout.tasks import task_of
-from flatout.tasks.base import Task
+from flatout.tasks import Task, task_of
 
 Array = Any  # jax.Array or np.ndarray
 Arrays = dict[str, jax.Array]

@@ -1,0 +1,744 @@
+"""Tasks: what labels mean, with the losses, metrics and predictions of each kind.
+
+Formulas on logits are torch, and pure, since the XLA engine exports them. Everything else is NumPy.
+
+Shape letters: N samples, B batch, V views, K outputs or classes.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from flatout.config import Recipe
+from flatout.config.settings import nearest
+from flatout.utils.errors import InputError
+from flatout.utils.style import finite, plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Lower bound of probabilities, so that logarithms are finite.
+MIN_PROBABILITY = 1e-12
+# The k of the top-k accuracy, and the maximum number of listed confused pairs.
+TOP, PAIRS = 5, 20
+# The threshold of several labels without validation data.
+DEFAULT_THRESHOLD = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task; equal tasks give equal results.
+
+    Attributes:
+        loss, label_smoothing: see the recipe; `is_balanced` is its `class_weights = "balanced"`.
+        label_mean, label_std: those of regression labels, which are standardised.
+        thresholds: the minimum probability at which each class is predicted; empty for 1/2.
+        own_metrics: pairs of a name and a user's function of labels and predictions.
+        temperature: the divisor of the logits; see `inference.calibration`.
+        name: the recipe's `task`.
+        losses: the recipe's choices of `loss`, the default first.
+        metric_names: the keys of `metrics`; the first one is drawn and printed.
+        step_metric: the name of what `step_metrics` returns, on average.
+        metric_title: the title of the curve of the first one.
+        mixes_targets: whether targets are mixed before the loss, since they are numbers; otherwise two losses are
+            mixed.
+        only: recipe keys with the only value that this task supports, and the reason.
+    """
+
+    loss: str = ""
+    label_smoothing: float = 0.0
+    is_balanced: bool = False
+    label_mean: float = 0.0
+    label_std: float = 1.0
+    thresholds: tuple[float, ...] = ()
+    own_metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    temperature: float = 1.0
+
+    name: ClassVar[str]
+    losses: ClassVar[tuple[str, ...]]
+    metric_names: ClassVar[tuple[str, ...]]
+    metric_title: ClassVar[str]
+    step_metric: ClassVar[str]
+    mixes_targets: ClassVar[bool]
+    only: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+
+    @abstractmethod
+    def num_outputs(self, classes: int) -> int:
+        """Return K for a number of classes."""
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return the targets of the loss for labels of a pack: [N] or [N, K], int64 or float32."""
+        return labels
+
+    @abstractmethod
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """Return random labels for measuring speed."""
+
+    def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
+        """Return float32 [classes] for `class_weights = "balanced"`."""
+        raise NotImplementedError
+
+    def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
+        """Return the weight of each sample in the loss, float32 [N]; None if all are equal."""
+        return None
+
+    # --- formulas -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the loss of each sample, float32 [B]; without sample weights."""
+
+    def mixed(self, losses_of: Callable[[Any], Any], targets: Any, partners: Any, share_B: Any) -> Any:
+        """Return the losses of mixtures, [B], linear in the partners' shares `share_B`.
+
+        For targets that are indices, the losses are mixed instead. Arrays are torch's or JAX's.
+        """
+        if self.mixes_targets:
+            share = share_B.reshape(-1, *[1] * (targets.ndim - 1))
+            return losses_of(targets + share * (partners - targets))
+        losses = losses_of(targets)
+        return losses + share_B * (losses_of(partners) - losses)
+
+    @abstractmethod
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the metric that training steps add up, of each sample, float32 [B]."""
+
+    @abstractmethod
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        """Return the probability of each class, float32 [B, classes]; in regression the numbers, [B, 1]."""
+
+    @abstractmethod
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        """Return the predictions: classes int64 [B], probabilities [B, K] or numbers [B]."""
+
+    @abstractmethod
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        """Return the predictions from `probabilities` [N, classes], such as means over several models."""
+
+    @abstractmethod
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        """Return logits [B, K] whose probabilities, or numbers, are the mean of those of several views."""
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return `metric_names` with their values."""
+
+    @abstractmethod
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Return the plain loss of each sample, float64 [N], from probabilities float64 [N, classes]."""
+
+    def own(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the user's metrics by name.
+
+        Raises:
+            InputError: a metric raises an exception, or does not return a number.
+        """
+        answers, found = self.decided(predicted), {}
+        for name, function in self.own_metrics:
+            try:
+                found[name] = float(function(labels, answers))
+            except Exception as error:
+                raise InputError(f"metrics: {name} raised {type(error).__name__}: {error}") from error
+        return found
+
+    @abstractmethod
+    def selection_metric(self, metrics: dict[str, float]) -> float:
+        """Return the metric that chooses the best epoch; the higher, the better."""
+
+    @abstractmethod
+    def guessing_loss(self, classes: int) -> float:
+        """Return the loss of predictions that do not depend on the image."""
+
+    @staticmethod
+    @abstractmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        """Return the main metrics of a split in words, from figures such as `test_accuracy`."""
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        """Return the remark below the first metric of a split in the report."""
+        return ""
+
+    def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
+        """Return the task with thresholds tuned on the validation split."""
+        return self
+
+    def decided(self, predicted: np.ndarray) -> np.ndarray:
+        """Return the final predictions, in the form of labels."""
+        return predicted
+
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Return `class`, `precision`, `recall`, `f1` and `support` of each class, as in scikit-learn; 0 if undefined.
+
+        Empty in regression.
+        """
+        from sklearn.metrics import precision_recall_fscore_support
+
+        every = list(range(len(classes)))
+        columns = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)  # pyright: ignore
+        keys = ("precision", "recall", "f1", "support")
+        rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+        return [{"class": name, **dict(zip(keys, row, strict=True))} for name, row in zip(classes, rows, strict=True)]
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the metrics that are computed once, after training, from finite `probabilities`."""
+        return {}
+
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the most frequent mistakes: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
+        return []
+
+    def decisions(
+        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
+    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """Return the two-way decisions that have ROC and precision-recall curves: name, labels 0 and 1, probabilities.
+
+        The first one is the main one; only decisions with both labels, and finite probabilities.
+        """
+        return []
+
+    @abstractmethod
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the fields of a `Prediction` for one row of `probabilities`."""
+
+    # --- report -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        """Return a label, or a prediction, in words."""
+
+    @abstractmethod
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        """Return whether each prediction is right, bool [N]; None in regression."""
+
+    @abstractmethod
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return the positions of mistakes, int64, the worst first."""
+
+    def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
+        """Return the probability of a prediction, or None."""
+        return None
+
+
+class SingleLabel(Task):
+    """Single-label classification: one class per image; two classes may have a single sigmoid logit."""
+
+    name = "single-label"
+    losses = ("cross-entropy", "binary-cross-entropy")
+    metric_names = ("accuracy", "correct", "balanced_accuracy")
+    step_metric = "accuracy"
+    metric_title = "Accuracy"
+    mixes_targets = False
+
+    def num_outputs(self, classes: int) -> int:
+        """See `Task.num_outputs`: binary cross-entropy takes one logit, that of class 1."""
+        if self.loss != "binary-cross-entropy":
+            return classes
+        if classes != 2:
+            raise InputError(
+                f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'"
+            )
+        return 1
+
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        return rng.integers(0, classes, count)
+
+    def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
+        """Return weights inverse to the number of samples of each class, and 1 on average over the samples."""
+        counts = np.bincount(labels, minlength=classes)
+        present = counts > 0
+        weights = np.zeros(classes, np.float32)
+        weights[present] = len(labels) / (present.sum() * counts[present])
+        return weights
+
+    def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
+        return None if class_weights is None else class_weights[labels]
+
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the loss of each sample, float32 [B].
+
+        Cross-entropy is log-softmax followed by the negative log-likelihood. Label smoothing moves that share of the
+        target evenly over all classes (Szegedy et al., arXiv 1512.00567).
+        """
+        from torch.nn import functional
+
+        logits = logits_BK.float()
+        if self.loss == "binary-cross-entropy":
+            target = targets.to(logits.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2
+            return functional.binary_cross_entropy_with_logits(logits[:, 0], target, reduction="none")
+        return functional.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
+
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return 1 if the prediction is right, else 0."""
+        return (self.predicted(logits_BK) == targets).float()
+
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        """See `Task.probabilities`; a single logit becomes two classes."""
+        import torch
+
+        logits = logits_BK.float() / self.temperature
+        if logits.shape[1] == 1:
+            positive = logits.sigmoid()
+            return torch.cat([1 - positive, positive], dim=1)
+        return logits.softmax(dim=1)
+
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        """Return the most probable class of each sample, int64 [B]; -1 where the logits are not finite."""
+        best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
+        return best_B.where(logits_BK.isfinite().all(dim=1), -1)
+
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
+
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        logits = logits_VBK.float()
+        if logits.shape[2] == 1:
+            return averaged_sigmoid(logits)
+        # Logits are defined up to a constant, chosen here so that their energy is the mean over the views.
+        return logits.log_softmax(2).logsumexp(0) - math.log(len(logits)) + logits.logsumexp(2).mean(0)[:, None]
+
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return accuracy, the number of right answers, and the mean accuracy over the classes."""
+        counts_K = np.bincount(labels)
+        correct_K = np.bincount(labels[predicted == labels], minlength=len(counts_K))
+        return {
+            "accuracy": int(correct_K.sum()) / len(labels),
+            "correct": int(correct_K.sum()),
+            "balanced_accuracy": float(np.mean(correct_K[counts_K > 0] / counts_K[counts_K > 0])),
+        }
+
+    def guessing_loss(self, classes: int) -> float:
+        return math.log(max(2, classes))
+
+    @staticmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        share, right, count = (figures[f"{split}_{key}"] for key in ("accuracy", "correct", "count"))
+        return f"{split} accuracy {share:.4f} ({right:,} of {count:,} right)"
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        correct, count = figures.get(f"{split}_correct"), figures.get(f"{split}_count") or 0
+        return f"{correct:,} of {count:,} right" if correct is not None else ""
+
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: cross-entropy."""
+        return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
+
+    def selection_metric(self, metrics: dict[str, float]) -> float:
+        """See `Task.selection_metric`; classes are weighted as in the loss."""
+        # Records of earlier versions have no balanced accuracy.
+        return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the interval of the accuracy; the top-5 accuracy for more than five classes; areas for two."""
+        from sklearn.metrics import average_precision_score, roc_auc_score, top_k_accuracy_score
+
+        K = probabilities.shape[1]
+        found: dict[str, Any] = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        if K > TOP:
+            right = is_finite.any() and top_k_accuracy_score(
+                labels[is_finite], probabilities[is_finite], k=TOP, labels=np.arange(K), normalize=False
+            )
+            found["top5_accuracy"] = float(right) / len(labels)
+        for _, labels_N, probabilities_N in self.decisions(labels, probabilities, [""] * K):
+            found["roc_auc"] = float(roc_auc_score(labels_N, probabilities_N))
+            found["average_precision"] = float(average_precision_score(labels_N, probabilities_N))
+        return found
+
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """See `Task.confused_pairs`; single mistakes are left out."""
+        matrix_KK = confusion(answers, labels, len(classes))
+        count_K = matrix_KK.sum(axis=1) + np.bincount(labels[answers < 0], minlength=len(classes))
+        np.fill_diagonal(matrix_KK, 0)
+        most = np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS].tolist()
+        cells = [(a, p, int(matrix_KK[a, p])) for a, p in (divmod(cell, len(classes)) for cell in most)]
+        return [
+            {"actual": classes[a], "predicted": classes[p], "count": count, "of": int(count_K[a])}
+            for a, p, count in cells
+            if count > 1
+        ]
+
+    def decisions(
+        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
+    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """See `Task.decisions`: the second of two classes."""
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        if len(classes) != 2 or len(np.unique(labels[is_finite])) != 2:
+            return []
+        return [(classes[1], labels[is_finite], probabilities[is_finite, 1])]
+
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the `top` most probable classes, best first."""
+        best = np.argsort(-row, kind="stable")[:top]
+        return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
+
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        return classes[int(label)] if label >= 0 else "none"
+
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        return answers == labels
+
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return the wrong answers, the most confident first."""
+        wrong = np.flatnonzero(predicted != labels)
+        confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
+        return wrong[np.argsort(-confidence, kind="stable")]
+
+    def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
+        return float(probabilities_K[answer]) if answer >= 0 else None
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share, by Wilson's method."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(right, count).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def averaged_sigmoid(logits_VBK: "Tensor") -> "Tensor":
+    """Return logits [B, K] whose sigmoid is the mean over the views."""
+    from torch.nn import functional
+
+    return functional.logsigmoid(logits_VBK).logsumexp(0) - functional.logsigmoid(-logits_VBK).logsumexp(0)
+
+
+def confusion(answers: np.ndarray, labels: np.ndarray, K: int) -> np.ndarray:
+    """Return counts int64 [K, K], a row per actual class, without predictions that are not finite."""
+    cells = labels[answers >= 0] * K + answers[answers >= 0]
+    return np.bincount(cells, minlength=K * K).reshape(K, K)
+
+
+class MultiLabel(Task):
+    """Multi-label classification: any number of classes per image, one sigmoid logit per class."""
+
+    name = "multi-label"
+    losses = ("binary-cross-entropy",)
+    metric_names = ("map", "f1_macro", "f1_micro")
+    step_metric = "exact_match"
+    metric_title = "Mean average precision"
+    mixes_targets = True
+
+    def num_outputs(self, classes: int) -> int:
+        return classes
+
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        return rng.integers(0, 2, (count, classes), np.uint8)
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        return labels.astype(np.float32)
+
+    def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
+        """Return the weight of each class where it is present: images without the class by images with it."""
+        positive_K = labels.sum(axis=0, dtype=np.int64)
+        return ((len(labels) - positive_K) / np.maximum(positive_K, 1)).astype(np.float32)
+
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the binary cross-entropy of each sample, the mean over its classes, float32 [B].
+
+        Label smoothing s moves the targets 0 and 1 to s/2 and 1 - s/2.
+        """
+        from torch.nn import functional
+
+        smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        losses_BK = functional.binary_cross_entropy_with_logits(
+            logits_BK.float(), smoothed, reduction="none", pos_weight=class_weights
+        )
+        return losses_BK.mean(dim=1)
+
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return 1 if the decisions on all classes are right, at probability 1/2; else 0."""
+        return ((logits_BK > 0) == (targets > 0.5)).all(dim=1).float()
+
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        return logits_BK.float().sigmoid()
+
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        """See `Task.predicted`: the probabilities."""
+        return self.probabilities(logits_BK)
+
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        return probabilities
+
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        return averaged_sigmoid(logits_VBK.float())
+
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the mean average precision over the classes, and F1: the mean over the classes, and of all decisions.
+
+        See `average_precision_score` and `f1_score` of scikit-learn; a class without images counts 0.
+        """
+        from sklearn.metrics import average_precision_score
+
+        answers = self.decided(predicted)
+        correct_K = (answers * labels).sum(axis=0, dtype=np.int64)
+        either_K = answers.sum(axis=0, dtype=np.int64) + labels.sum(axis=0, dtype=np.int64)
+        columns = zip(np.nan_to_num(predicted).T, labels.T, strict=True)
+        precisions = [average_precision_score(y, p) if y.any() else 0.0 for p, y in columns]
+        return {
+            "map": float(np.mean(precisions)),
+            "f1_macro": float(np.mean(2 * correct_K / np.maximum(1, either_K))),
+            "f1_micro": float(2 * correct_K.sum() / max(1, either_K.sum())),
+        }
+
+    def guessing_loss(self, classes: int) -> float:
+        # Positive weights that equal the ratio of negatives at most double it.
+        return math.log(2) * (1 + self.is_balanced)
+
+    @staticmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        precision, macro, micro = (figures[f"{split}_{key}"] for key in ("map", "f1_macro", "f1_micro"))
+        return f"{split} mAP {precision:.4f}, F1 {macro:.4f} (macro), {micro:.4f} (micro)"
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        macro, micro = (finite(figures.get(f"{split}_f1_{how}")) for how in ("macro", "micro"))
+        return f"F1 {macro:.3f} (macro), {micro:.3f} (micro)" if macro is not None and micro is not None else ""
+
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: binary cross-entropy, the mean over the classes."""
+        given_NK = np.where(labels > 0, probabilities, 1 - probabilities)
+        return -np.log(np.maximum(given_NK, MIN_PROBABILITY)).mean(axis=1)
+
+    def selection_metric(self, metrics: dict[str, float]) -> float:
+        return metrics["map"]
+
+    def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
+        """Return the task with the thresholds of the highest F1 of each class."""
+        thresholds = [best_threshold(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
+        return replace(self, thresholds=tuple(thresholds))
+
+    def decided(self, predicted: np.ndarray) -> np.ndarray:
+        """Return 1 where a probability reaches the threshold of its class, uint8 [N, K]."""
+        return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the mean area under the ROC curves of the classes that have one."""
+        from sklearn.metrics import roc_auc_score
+
+        found = self.decisions(labels, probabilities, [""] * labels.shape[1])[1:]
+        return {"roc_auc": float(np.mean([roc_auc_score(*each) for _, *each in found]))} if found else {}
+
+    def decisions(
+        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
+    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """See `Task.decisions`: all together, then those of each class."""
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        labels, probabilities = labels[is_finite], probabilities[is_finite]
+        columns = [(name, labels[:, k], probabilities[:, k]) for k, name in enumerate(classes)]
+        columns = [("all decisions", labels.ravel(), probabilities.ravel()), *columns]
+        return [column for column in columns if len(np.unique(column[1])) == 2]
+
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the classes whose probabilities reach their thresholds, the most probable first."""
+        best = [i for i in np.argsort(-row, kind="stable") if self.decided(row)[i]]
+        return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
+
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        return ", ".join(name for name, present in zip(classes, label, strict=True) if present) or "none"
+
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        """See `Task.is_right`: all decisions are right."""
+        return (answers == labels).all(axis=1)
+
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return the images with wrong decisions, those with the worst one first."""
+        answers = self.decided(predicted)
+        worst = (np.abs(np.nan_to_num(predicted) - labels) * (answers != labels)).max(axis=1)
+        order = np.argsort(-worst, kind="stable")
+        return order[(answers != labels).any(axis=1)[order]]
+
+
+def best_threshold(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
+    """Return the threshold with the highest F1, halfway to the next lower probability; 1/2 without positives."""
+    from sklearn.metrics import precision_recall_curve
+
+    if not labels_N.any():
+        return DEFAULT_THRESHOLD
+    precision, recall, reached = precision_recall_curve(labels_N, np.nan_to_num(predicted_N.astype(np.float64)))
+    f1 = precision * recall / np.maximum(precision + recall, MIN_PROBABILITY)
+    # Of equally good thresholds the highest; the last point of the curve has none.
+    best = len(reached) - 1 - int(np.argmax(f1[-2::-1]))
+    return float((reached[best] + (reached[best - 1] if best else 0.0)) / 2)
+
+
+class Regression(Task):
+    """A number for each image, such as an age or a price.
+
+    Networks are trained on standardised numbers, so that learning rates suit any unit; everything else is in the unit
+    of the labels.
+    """
+
+    name = "regression"
+    losses = ("mse", "huber")
+    metric_names = ("mae", "r2")
+    step_metric = "mae"
+    metric_title = "Mean absolute error"
+    mixes_targets = True
+    only: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "label_smoothing": (0.0, "smooths classes"),
+        "class_weights": ("none", "weighs classes"),
+        "augment.cutmix": (0.0, "the number of a patchwork of two images is unknown"),
+    }
+
+    def num_outputs(self, classes: int) -> int:
+        return 1
+
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        return rng.standard_normal(count, np.float32)
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return the standardised labels, float32 [N]."""
+        return ((labels.astype(np.float64) - self.label_mean) / self.label_std).astype(np.float32)
+
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the squared error of each sample, or its Huber loss with delta 1, of standardised numbers."""
+        error = logits_BK.float()[:, 0] - targets
+        if self.loss == "mse":
+            return error.square()
+        size = error.abs()
+        return (0.5 * error.square()).where(size < 1, size - 0.5)
+
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the absolute errors."""
+        return (logits_BK.float()[:, 0] - targets).abs() * self.label_std
+
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        return logits_BK.float() * self.label_std + self.label_mean
+
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        return self.probabilities(logits_BK)[:, 0]
+
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        return probabilities[:, 0]
+
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        return logits_VBK.float().mean(dim=0)
+
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the mean absolute error, and R², the share of the variance that is explained.
+
+        See `mean_absolute_error` and `r2_score` of scikit-learn; R² of equal labels is 0.
+        """
+        error, actual = predicted.astype(np.float64) - labels, labels.astype(np.float64)
+        total = float(np.square(actual - actual.mean()).sum())
+        explained = 1 - float(np.square(error).sum()) / total if total else 0.0
+        return {"mae": float(np.abs(error).mean()), "r2": explained}
+
+    def guessing_loss(self, classes: int) -> float:
+        return 1.0 if self.loss == "mse" else 0.5
+
+    @staticmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        return f"{split} mean absolute error {plain(figures[f'{split}_mae'])}, R² {figures[f'{split}_r2']:.4f}"
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        explained = finite(figures.get(f"{split}_r2"))
+        return f"R² {explained:.3f}" if explained is not None else ""
+
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: the absolute error."""
+        return np.abs(probabilities[:, 0] - labels)
+
+    def selection_metric(self, metrics: dict[str, float]) -> float:
+        return -metrics["mae"]
+
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the number."""
+        return {"value": float(row[0])}
+
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        return plain(label)
+
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        return None
+
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return all positions, the largest error first."""
+        return np.argsort(-np.abs(np.nan_to_num(predicted - labels)), kind="stable")
+
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        return []
+
+
+def statistics(labels: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard deviation of the training labels.
+
+    Raises:
+        InputError: all labels are equal.
+    """
+    mean, std = float(labels.mean(dtype=np.float64)), float(labels.std(dtype=np.float64))
+    if not std > 0:
+        raise InputError(f"all training images have the label {mean:g}: there is nothing to learn")
+    return mean, std
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (SingleLabel, MultiLabel, Regression)}
+
+
+def task_named(name: object) -> Task:
+    """Return a task without a recipe, for displaying results; single-label for an unknown name."""
+    return TASKS.get(str(name), SingleLabel)()
+
+
+def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: float = 1.0) -> Task:
+    """Return the task of a recipe; `auto` is treated as single-label."""
+    return TASKS["single-label" if recipe.task == "auto" else recipe.task](
+        loss=recipe.loss,
+        label_smoothing=recipe.label_smoothing,
+        is_balanced=recipe.class_weights == "balanced",
+        label_mean=recipe.data.label_mean,
+        label_std=recipe.data.label_std or 1.0,
+        thresholds=thresholds,
+        temperature=temperature,
+    )
+
+
+def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray | None:
+    """Return the weights of the classes in the loss, float32 [classes]; None if all are equal.
+
+    Raises:
+        InputError: the recipe does not have one for each class, or names one that the data does not have.
+    """
+    given = recipe.class_weights
+    if isinstance(given, str):
+        return task.class_weights(labels, len(classes)) if task.is_balanced else None
+    if isinstance(given, dict):
+        if unknown := given.keys() - set(classes):
+            name = min(unknown)
+            raise InputError(f"class_weights: the data has no class {name!r}; {nearest(name, classes)}")
+        return np.array([given.get(name, 1.0) for name in classes], np.float32)
+    if len(given) != len(classes):
+        raise InputError(
+            f"class_weights has {len(given)} numbers, but the data has {len(classes)} classes; "
+            'for some alone, name them: {"' + classes[0] + '": 2.0}'
+        )
+    return np.array(given, np.float32)
+
+
+def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
+    """Return the main metrics of a split in words; `figures` are those of `summary.json`, including `task`."""
+    return TASKS[figures["task"]].describe(split, figures)
+
+
+def with_task(recipe: Recipe, name: str) -> Recipe:
+    """Return a recipe with the task of the data, and that task's loss in place of a default loss.
+
+    Raises:
+        InputError: the recipe has another task, or options that this task does not support.
+    """
+    task = TASKS[name]
+    if recipe.task not in ("auto", name):
+        raise InputError(f"task = {recipe.task!r}: the labels of the data are {name}; set task = {name!r}")
+    loss = task.losses[0] if recipe.loss == Recipe.loss else recipe.loss
+    if loss not in task.losses:
+        raise InputError(f"loss = {loss!r}: the losses of a {name} task are {', '.join(task.losses)}")
+    flat = recipe.flat()
+    for key, (value, reason) in task.only.items():
+        if flat[key] != value:
+            raise InputError(f"{key} = {flat[key]!r}: {reason}; a {name} task needs {key} = {value!r}")
+    return recipe.override({"task": name, "loss": loss})
