@@ -311,7 +311,7 @@ def test_real_mnist_is_the_known_one(shared_data: Path):
         (lambda b: b[:4] + b"\xff" * 12 + b[16:], "is cut off"),
         (lambda b: b + b"x", "longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
-        (lambda b: gzip.compress(b)[:-9], "damaged gzip"),
+        (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
         (lambda _: idx_bytes(np.zeros((6, 3, 4), np.float32)), "not images of bytes"),
         (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "6 labels for 5 images"),
     ],

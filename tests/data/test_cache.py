@@ -101,7 +101,8 @@ def blake(content: bytes) -> bytes:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(caches, "_RESTED_NS", 10**8)
     folder = tmp_path / "data"
     folder.mkdir()
     paths = [folder / f"{i:03}.bin" for i in range(200)]

@@ -25,20 +25,29 @@ def test_braces_stand_for_ranges_and_alternatives():
         *("a/x-08.tar", "a/x-09.tar", "a/x-10.tar"),
         *("a/y-08.tar", "a/y-09.tar", "a/y-10.tar"),
     ]
-    names = ["x1a", "x1b", "x0a", "x0b", "x", "ya", "yb", "yya"]
-    assert list(map(str, expand_braces(Path("{x{1..0}{a,b},x,y{a,b,{y}a}}")))) == names
+    assert list(map(str, expand_braces(Path("{1..0}{a,b}")))) == ["1a", "1b", "0a", "0b"]
     assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
     with pytest.raises(InputError, match="more than 100,000 files"):
         expand_braces(Path("{0..999999999}{0..999999999}.tar"))
 
 
-def test_a_pattern_of_compressed_shards(tmp_path: Path):
+def test_a_pattern_of_shards(tmp_path: Path):
     c.webdataset("cls")(tmp_path)
-    for file in sorted(tmp_path.glob("*.tar")):
-        c.write(tmp_path / f"{file.name.replace('test', 'val')}.gz", gzip.compress(file.read_bytes()))
-    source = read(tmp_path / "{train-{000000..000001},val-{000000..000001}}.tar.gz")
+    for file in tmp_path.glob("test*.tar"):
+        file.rename(tmp_path / file.name.replace("test", "val"))
+    source = read(tmp_path / "{train,val}-{000000..000001}.tar")
     assert source.splits == {"train": (0, 15), "valid": (15, 24)}
     assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
+
+
+def test_compressed_shards_are_refused(tmp_path: Path):
+    for i in range(2):
+        c.write(tmp_path / f"{i}.tar.gz", gzip.compress(b""))
+    with pytest.raises(InputError, match=r"1\}\.tar\.gz: is an archive; unpack it"):
+        read(tmp_path / "{0..1}.tar.gz")
+    c.write(tmp_path / "a.tfrecord.gz", gzip.compress(c.tf_record(c.example({"image": png(), "label": 1}))))
+    with pytest.raises(InputError, match=r"a\.tfrecord\.gz: is compressed; unpack it first"):
+        read(tmp_path / "a.tfrecord.gz")
 
 
 def test_missing_and_damaged_shards_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -178,12 +187,6 @@ def test_two_classes_of_one_name_stay_two(tmp_path: Path):
     rows = ((135, b"crane"), (518, b"crane"), (1, b"tench"))
     examples = [{"image/encoded": png(), "image/class/label": n, "image/class/text": text} for n, text in rows]
     assert read(records(tmp_path / "a.tfrecord", *examples)).classes == ("tench", "crane (135)", "crane (518)")
-
-
-def test_raw_images_must_have_one_size(tmp_path: Path):
-    examples = [{"image_raw": bytes(h * 4), "height": h, "width": 4, "depth": 1, "label": h} for h in (3, 4)]
-    with pytest.raises(InputError, match="raw images must be of one size"):
-        read(records(tmp_path / "a.tfrecord", *examples))
 
 
 def test_values_of_every_kind(tmp_path: Path):

@@ -18,7 +18,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.config import Data, Recipe
-from flatout.config.settings import collapse_size, shown, sides
+from flatout.config.settings import collapse_size, shown
 from flatout.data.cache import (
     NotWritable,
     Progress,
@@ -173,19 +173,19 @@ def _refuse_existing(folder: Path) -> None:
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     """Return the user's pack; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
-    bits = settings.bits or pack.bits
-    size = collapse_size((height, width))
-    has = {"image_size": size, "channels": channels, "data.resize": pack.resize, "data.bits": pack.bits}
-    wanted = (settings.size, settings.channels, settings.resize, bits)
-    differing = [key for key, value in zip(has, wanted, strict=True) if has[key] != value]
-    if differing:
-        has["image_size"] = shown(size).replace(" ", "")
-        wanted_height, wanted_width = sides(settings.size)
+    has = {
+        "image_size": shown(collapse_size((height, width))),
+        "channels": channels,
+        "data.resize": pack.resize,
+        "data.bits": pack.bits,
+    }
+    wanted = (shown(settings.size), settings.channels, settings.resize, settings.bits or pack.bits)
+    if differing := [(key, has[key], value) for key, value in zip(has, wanted, strict=True) if has[key] != value]:
+        ours, theirs = (", ".join(f"{one[0]} = {one[place]}" for one in differing) for place in (1, 2))
+        fix = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value, _ in differing)
         raise InputError(
-            f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "
-            f"to this shape by {pack.resize!r}, but the recipe wants {wanted_height} x {wanted_width} pixels, "
-            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use "
-            f"{' '.join(f'--set {key}={has[key]}' for key in differing)}, or make another pack with flatout pack"
+            f"{pack.folder}: was made with {ours}, but the recipe has {theirs}; use {fix}, or make another pack with "
+            "flatout pack"
         )
     return pack
 

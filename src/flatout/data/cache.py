@@ -41,10 +41,8 @@ _FILES_PER_TASK = 64
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 # A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
-# are stored only for files unchanged for longer than that. Ticks are 10 ms at most, or 2 s where times are whole
-# seconds.
-_RESTED_NS = 10**8
-_RESTED_NS_COARSE = 25 * 10**8
+# are stored only for files unchanged for longer than that. Ticks are 2 s at most.
+_RESTED_NS = 25 * 10**8
 
 
 class Progress(Protocol):
@@ -158,7 +156,7 @@ def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
     removed: list[Entry] = []
     kept: list[Entry] = []
     for entry in some:
-        (removed if _remove(entry) else kept).append(entry)
+        (removed if remove(entry.path) else kept).append(entry)
     return removed, kept
 
 
@@ -168,7 +166,7 @@ def make_room(folder: Path) -> list[Entry]:
     excess = sum(entry.size_bytes for entry in limited) - limit_bytes(folder)
     removed = []
     for entry in limited[:-1]:  # the newest is about to be used
-        if excess > 0 and _remove(entry):
+        if excess > 0 and remove(entry.path):
             excess -= entry.size_bytes
             removed.append(entry)
     return removed
@@ -204,19 +202,19 @@ def _described(path: Path) -> str:
     return f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
 
 
-def _remove(entry: Entry) -> bool:
-    """Remove an entry unless a process uses or makes it."""
+def remove(path: Path) -> bool:
+    """Remove an entry unless a process uses or makes it; return whether it was removed."""
     locks: list[int | None] = []
     try:
-        if entry.is_limited:
-            target = entry.path.with_name(entry.path.name.removesuffix(".partial"))
+        if path.parent.name in _DESCRIPTIONS:
+            target = path.with_name(path.name.removesuffix(".partial"))
             locks.append(lock(target.with_name(target.name + ".lock"), wait=False))
             description = target / _DESCRIPTIONS[target.parent.name]
             if description.is_file():
                 locks.append(lock(description, wait=False))
         if None in locks:
             return False
-        shutil.rmtree(entry.path) if entry.path.is_dir() else entry.path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError:
         return False
     finally:
@@ -317,8 +315,7 @@ def _digest(name: str, threads: int) -> tuple[bytes, bool]:
                     digest = _blake2b(b"".join(parts))
     except OSError as error:
         return _blake2b(f"cannot be read: {error.errno}".encode()), False
-    is_rested = now_ns - changed_ns > (_RESTED_NS if changed_ns % 10**9 else _RESTED_NS_COARSE)
-    return digest, is_rested and _stamp(name) == before
+    return digest, now_ns - changed_ns > _RESTED_NS and _stamp(name) == before
 
 
 def _blake2b(content: bytes) -> bytes:

@@ -2,24 +2,15 @@
 
 import errno
 import os
-import shutil
-import tempfile
-import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
-from flatout.data.unpack import LimitedStream, is_compressed, open_decompressed, reading
-from flatout.utils.errors import DiskFull
-from flatout.utils.files import NO_SPACE
-
-_COPIED_BYTES = 1 << 20
 
 
 class ImageBytes(Protocol):
@@ -30,70 +21,25 @@ class ImageBytes(Protocol):
         ...
 
 
-class ShardFile:
-    """A file that holds many images.
-
-    A compressed one is decompressed into a temporary file without a name, which disappears with the process.
-
-    Raises:
-        InputError: the file cannot be read, is damaged, or is a decompression bomb.
-        DiskFull: the disk is too full for the decompressed bytes.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._temporary: IO[bytes] | None = None
-        with reading(path):
-            self.size = path.stat().st_size
-            if is_compressed(path):
-                self._temporary = self._decompress()
-                self.size = self._temporary.tell()
-
-    def _decompress(self) -> IO[bytes]:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
-        weakref.finalize(self, file.close)
-        try:
-            with open_decompressed(self.path) as stream:
-                shutil.copyfileobj(LimitedStream(stream, self.path), file, _COPIED_BYTES)
-            file.flush()
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                where = f"{tempfile.gettempdir()}: the disk is full: {self.path} is decompressed there"
-                raise DiskFull(f"{where}; set TMPDIR to a folder on a larger disk") from None
-            raise
-        return file
-
-    @contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open a descriptor for `os.pread`, only briefly, because there may be thousands of files."""
-        if self._temporary is not None:
-            yield self._temporary.fileno()
-            return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A part of a file; `name` is its position, such as "record 17"."""
 
-    file: ShardFile
+    file: Path
     name: str
     offset: int
     size: int
 
     def __str__(self) -> str:
-        return f"{self.file.path}: {self.name}"
+        return f"{self.file}: {self.name}"
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the part; raises OSError."""
         if self.size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"it has {self.size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        with self.file.opened() as descriptor:
-            data = os.pread(descriptor, self.size, self.offset)
+        # Open only briefly: there may be thousands of files.
+        with self.file.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), self.size, self.offset)
         if len(data) < self.size:
             raise OSError(errno.EIO, "it is cut off")
         return data
@@ -141,7 +87,7 @@ class ImageBytesList(Sequence[ImageBytes]):
     def _number_of(self, owner: Any) -> int:
         """Return the index of an owner, added if new."""
         number = len(self._owners)
-        if isinstance(owner, str | ShardFile):
+        if isinstance(owner, str | Path):
             number = self._numbers.setdefault(owner, number)
         if number == len(self._owners):
             self._owners.append(owner)
@@ -174,6 +120,6 @@ class ImageBytesList(Sequence[ImageBytes]):
         name = os.fsdecode(bytes(self._names[self._ends[index - 1] if index else 0 : self._ends[index]]))
         if isinstance(owner, str):
             return Path(owner, name)
-        if isinstance(owner, ShardFile):
+        if isinstance(owner, Path):
             return Slice(owner, name, *self._places[2 * index : 2 * index + 2])
         return owner

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making
+from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making, remove
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
@@ -67,17 +67,7 @@ class UnpackedArchive:
     def remove(self) -> None:
         """Remove the folder, unless another process uses it."""
         self._release()
-        descriptors: list[int | None] = []
-        try:
-            descriptors.append(lock(self._entry.with_name(f"{self._entry.name}.lock"), wait=False))
-            descriptors.append(lock(self._entry / UNPACKED, wait=False))
-            if None not in descriptors:
-                shutil.rmtree(self._entry)
-        except OSError:  # another process has removed it, or the cache will do so
-            pass
-        finally:
-            for descriptor in filter(None, descriptors):
-                os.close(descriptor)
+        remove(self._entry)
 
 
 def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:

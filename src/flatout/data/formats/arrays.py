@@ -3,25 +3,19 @@
 Shape letters: N images, H height, W width, C channels.
 """
 
-import gzip
 import math
-import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from io import BufferedIOBase
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flatout.data.formats import Format
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
-from flatout.data.unpack import refuse_bomb
+from flatout.data.unpack import LimitedStream, open_decompressed, reading, refuse_bomb
 from flatout.utils.errors import InputError, first_line, one_line
 
 NUMPY_KIND, IDX_KIND, CIFAR_KIND, JSON_KIND = "NumPy arrays", "IDX files", "CIFAR binaries", "JSON triples"
@@ -47,34 +41,6 @@ def _assemble(
             height, width, channels = pixels.shape[1:]
             notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
     return assemble(kind, path, converted, class_list=class_list, notes=notes, locate=locate, task=task)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator["BufferedIOBase | _Bounded"]:
-    """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
-    try:
-        with path.open("rb") as raw:
-            is_compressed, size = raw.read(2) == b"\x1f\x8b", raw.seek(0, os.SEEK_END)
-            raw.seek(0)
-            with gzip.open(raw) if is_compressed else raw as stream:
-                yield _Bounded(stream, path, size) if is_compressed else stream
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-class _Bounded:
-    """A compressed stream that refuses decompression bombs."""
-
-    def __init__(self, stream: BufferedIOBase, path: Path, compressed: int) -> None:
-        self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._expanded += len(data)
-        refuse_bomb(self._path, self._compressed, self._expanded)
-        return data
 
 
 # NumPy
@@ -261,7 +227,8 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
         InputError: the file cannot be read, is not an IDX file, or is shorter or longer than its header says.
     """
-    with _opened(path) as stream:
+    with reading(path), open_decompressed(path) as file:
+        stream = LimitedStream(file, path)
         # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
         magic = stream.read(4)
         if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
@@ -272,7 +239,7 @@ def read_idx(path: Path) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
         content = bytearray()
         # In blocks, so that a wrong header cannot exhaust memory.
-        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 24))):
+        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 20))):
             content += block
         if len(shape) < magic[3] or len(content) < size:
             raise InputError(
@@ -357,11 +324,12 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
     import ijson
 
     pairs = [_Pair(path, SPLITS[0])]
-    try:
-        with _opened(path) as stream:
+    with reading(path), open_decompressed(path) as file:
+        stream = _Shallow(LimitedStream(file, path), path)
+        try:
             # The third level holds lists (images) and plain values (labels) in turn; an image after labels begins the
             # next pair.
-            for value in ijson.items(_Shallow(stream, path), "item.item.item", use_float=True, buf_size=1 << 20):
+            for value in ijson.items(stream, "item.item.item", use_float=True, buf_size=1 << 20):
                 if isinstance(value, list):
                     if pairs[-1].labels:
                         if len(pairs) == len(SPLITS):
@@ -373,11 +341,11 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
                 else:
                     need = "where an image or a label is expected"
                     raise InputError(f"{path}: {pairs[-1].name}: {value!r} {need}; {_JSON_LAYOUT}")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    except ijson.JSONError as error:
-        reason = str(error).partition("\n")[0].strip()
-        raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+        except ijson.JSONError as error:
+            reason = str(error).partition("\n")[0].strip()
+            raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
     count = sum(bool(pair.count) for pair in pairs)
     if count != len(SPLITS):
         fix = "" if count else "; a list of JSON objects is read from a .jsonl file, one on each line"
@@ -392,7 +360,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
 class _Shallow:
     """A JSON stream that refuses deep nesting: ijson keeps the path to each level, so memory is quadratic in depth."""
 
-    def __init__(self, stream: "BufferedIOBase | _Bounded", path: Path) -> None:
+    def __init__(self, stream: LimitedStream, path: Path) -> None:
         self._stream, self._path, self._depth, self._begun = stream, path, 0, b""
 
     def read(self, size: int) -> bytes:
@@ -508,18 +476,3 @@ def _as_array(value: Any) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, possibly on another device
         value = value.detach().cpu()
     return np.asarray(value)
-
-
-IDX = Format(IDX_KIND, "the folder", "names such as `train-images-idx3-ubyte`, with or without `.gz`", recognise_idx)
-NUMPY = Format(
-    NUMPY_KIND, "an `.npz`, an `.npy`, or a folder of `.npy`", "words in the names of arrays or files", recognise_numpy
-)
-CIFAR = Format(
-    CIFAR_KIND,
-    "the folder",
-    "`data_batch_1.bin` and `test_batch.bin`; `train.bin`, `test.bin` and `fine_label_names.txt`",
-    recognise_cifar,
-)
-JSON = Format(
-    JSON_KIND, "the `.json` or `.json.gz`", "three `[images, labels]` pairs: train, valid, test", recognise_json
-)

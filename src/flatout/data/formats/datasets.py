@@ -20,7 +20,6 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from flatout.data.decode import MAX_FILE_BYTES
-from flatout.data.formats import Format
 from flatout.data.formats.arrays import by_split, is_array
 from flatout.data.formats.shards import find_shards, reference
 from flatout.data.image_bytes import ImageBytes
@@ -282,16 +281,6 @@ def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
     names = _of_items(_features(schema).get(label, {})).get("names")
     return tuple(map(str, names)) if isinstance(names, list) and names else None
 
-
-PARQUET = Format(
-    PARQUET_KIND,
-    "the folder, a `.parquet`, or a pattern with braces",
-    "a column of encoded images and one of classes",
-    recognise_parquet,
-)
-SAVED = Format(
-    SAVED_KIND, "the folder", "`dataset_dict.json`, or `dataset_info.json` and `state.json`", recognise_saved
-)
 
 # Data sets in Python
 

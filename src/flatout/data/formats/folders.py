@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.formats import Format
 from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
@@ -290,9 +289,3 @@ def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, op
             f"data.label_pattern = {pattern.pattern!r}: finds no class in {len(others):,} names: {first_few(others, 5)}"
         )
     return assemble(NAMES_KIND, path, parts, class_list=class_list, task=options.task)
-
-
-CLASS_FOLDERS = Format(KIND, "the folder", "one folder per class, with or without split folders around them", recognise)
-CLASSES_IN_NAMES = Format(
-    NAMES_KIND, "the folder, and `--set data.label_pattern=...`", "the pattern is set", recognise_names
-)

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from flatout.data.formats import Format, folders
+from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
 from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
@@ -615,17 +615,3 @@ def _read_groups(parts: list[_Part], place: Callable[[int], str]) -> list[str]:
     if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
         raise InputError(first_few(empty))
     return groups
-
-
-PADDLE = Format(
-    PADDLE_KIND,
-    "the folder or a list",
-    "`train_list.txt`, `val_list.txt`, `test_list.txt`, or without `_list`: lines of image file, space, class",
-    recognise_paddle,
-)
-CSV = Format(
-    KIND,
-    "the file or its folder",
-    "`.csv`, `.tsv` or `.jsonl` with rows of image file and labels; Hugging Face's `metadata.csv` and `metadata.jsonl`",
-    recognise,
-)
