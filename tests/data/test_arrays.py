@@ -167,11 +167,10 @@ def test_npy(tmp_path: Path):
     """A folder, or a file with its labels beside it; images are mapped, not loaded."""
     np.save(tmp_path / "shoes.npy", IMAGES)
     np.save(tmp_path / "shoes_labels.npy", LABELS)
-    np.save(tmp_path / "other_labels.npy", LABELS[:2])
     found = recognise(tmp_path / "shoes.npy")
     assert found.inputs == (tmp_path / "shoes.npy", tmp_path / "shoes_labels.npy")
     (tmp_path / "shoes_labels.npy").unlink()
-    with pytest.raises(InputError, match=r"shoes\.npy: no file beside it could be its labels; name one file"):
+    with pytest.raises(InputError, match=r"shoes\.npy: there is no shoes_labels\.npy beside it"):
         recognise(tmp_path / "shoes.npy")
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -132,9 +132,8 @@ class _ArchiveReader:
 
 
 def _content(folder: Path) -> list[Path]:
-    """List a folder of an archive, without empty folders and files such as a README."""
-    inside = folders.visible(folder)
-    return [e.path for e in inside if not (folders.is_empty(e.path) if e.is_dir() else _DOCUMENT.match(e.name))]
+    """List a folder of an archive, without files such as a README."""
+    return [entry.path for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
 def from_python(data: object, task: str = "auto") -> ImageDataset:

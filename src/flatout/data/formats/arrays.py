@@ -80,20 +80,10 @@ def _npy_files(folder: Path) -> list[Path]:
 
 
 def _labels_beside(path: Path) -> Path:
-    """Find the labels file, whose name differs only in the words that mean images or labels."""
-
-    def rest(file: Path) -> list[str]:
-        return [word for word in words_of(file.stem) if word not in _IMAGE_WORDS | _LABEL_WORDS]
-
-    beside = [
-        file
-        for file in _npy_files(path.parent)
-        if file.name != path.name and set(words_of(file.stem)) & _LABEL_WORDS and rest(file) == rest(path)
-    ]
-    if len(beside) != 1:
-        names = " and ".join(file.name for file in beside) or "no file"
-        raise InputError(f"{path}: {names} beside it could be its labels; name one file {path.stem}_labels.npy")
-    return beside[0]
+    labels = path.with_name(f"{path.stem}_labels.npy")
+    if not labels.is_file():
+        raise InputError(f"{path}: there is no {labels.name} beside it; name its labels so, or give the folder of both")
+    return labels
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:

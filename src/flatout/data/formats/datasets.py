@@ -147,7 +147,7 @@ class Cell:
             raise OSError(errno.EIO, f"row group {self.group} cannot be read ({first_line(error)})") from None
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
-        return bytes(content)  # also of a list of numbers
+        return content
 
 
 class _Table:
@@ -245,8 +245,7 @@ def _values(array: Any) -> list[Any]:
 def _holds_images(type: Any) -> bool:
     if pa.types.is_struct(type):
         return type.get_field_index("bytes") >= 0
-    is_list = pa.types.is_list(type) or pa.types.is_large_list(type)
-    return (type.value_type == pa.uint8()) if is_list else str(type) in ("binary", "large_binary", "binary_view")
+    return str(type) in ("binary", "large_binary", "binary_view")
 
 
 def _bytes_of(array: Any) -> Any:

@@ -113,11 +113,6 @@ def has_images(folder: Path) -> bool:
     )
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether there are no files in or below a folder."""
-    return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
-
-
 # Class folders
 
 
