@@ -29,8 +29,7 @@ from flatout.analysis.images import (
     scan,
 )
 from flatout.data.cache import Progress
-from flatout.data.decode import ImageHeader, read_file, read_header
-from flatout.data.image_bytes import ImageBytes
+from flatout.data.decode import ImageBytes, ImageHeader, read_file, read_header
 from flatout.data.source import ImageDataset, describe
 from flatout.data.splits import SPLITS
 from flatout.utils.console import aligned

@@ -16,15 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from flatout.config.settings import Size, sides, typed
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import lock, write_atomically
 from flatout.utils.host import usable_cores
-
-if TYPE_CHECKING:
-    from flatout.data.image_bytes import ImageBytes
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
@@ -236,13 +233,11 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(
-    paths: "Sequence[ImageBytes]", *, memo: Path | None, report: Progress | None = None
-) -> Iterator[bytes]:
+def digest_files(paths: Sequence[object], *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
     """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
-        paths: the files; for images in containers, pass the containers.
+        paths: of type `Path`; for images in containers, pass the containers.
         memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
             unchanged, none is read again. If it is not writable, everything is read.
         report: receives the number of files read.
@@ -265,7 +260,7 @@ def digest_files(
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tuple[bytes, bool]:
+def _read_digests(paths: Sequence[object], report: Progress | None) -> tuple[bytes, bool]:
     """Return the digests of files, and whether their stamps can replace them next time."""
     digests, are_settled, cores = bytearray(), True, usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
@@ -282,7 +277,7 @@ def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tup
     return bytes(digests), are_settled
 
 
-def _name(path: "ImageBytes") -> str:
+def _name(path: object) -> str:
     assert isinstance(path, Path)
     return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.config import Data
 from flatout.config.settings import nearest_path
+from flatout.data.cache import Progress
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
@@ -16,9 +17,6 @@ from flatout.data.splits import split_of
 from flatout.data.unpack import SUFFIXES, is_archive, unpack
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
-
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
 
 # In the order of detection: each takes a path, a class list or None, and options, and returns the data if the path has
 # its format.
@@ -56,7 +54,7 @@ def is_pack(path: Path) -> bool:
 
 
 def recognise(
-    path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None
+    path: Path, options: Data | None = None, task: str = "auto", report: Progress | None = None
 ) -> DataSource:
     """Recognise the data at a path, or `sklearn:digits`, without reading the images.
 
@@ -104,7 +102,7 @@ class _ArchiveReader:
     """
 
     def __init__(
-        self, path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None" = None
+        self, path: Path, class_list: Path | None, options: ReadOptions, report: Progress | None = None
     ) -> None:
         self._arguments, self._report = (path, class_list, options), report
 

@@ -14,18 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
 
-from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, make_room, making
+from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, make_room, making
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
-
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
 
 # Timeout of a silent connection.
 _TIMEOUT_SECONDS = 20.0
@@ -89,7 +86,7 @@ def is_remote(data: Any) -> bool:
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
 
-def download(url: str, report: "Progress") -> tuple[Path, int]:
+def download(url: str, report: Progress) -> tuple[Path, int]:
     """Return the local copy of a file or folder, and a descriptor to close after its use.
 
     The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
@@ -145,7 +142,7 @@ def _copies(shown: str) -> list[Path]:
 # --- transfer ---
 
 
-def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: "Progress") -> None:
+def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: Progress) -> None:
     """Download files to a temporary folder, then rename it. After an error, complete files are kept if valid."""
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if file.size is None or not file.is_complete(unfinished)]
@@ -186,7 +183,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
 class _Transfers(Callback):
     """Shows the number of bytes received of all files."""
 
-    def __init__(self, done: int, total: int, report: "Progress") -> None:
+    def __init__(self, done: int, total: int, report: Progress) -> None:
         super().__init__()
         self._done, self._total, self._report = done, total, report
         self._has_ended = False

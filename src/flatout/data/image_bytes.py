@@ -6,19 +6,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 
-from flatout.data.decode import MAX_FILE_BYTES
-
-
-class ImageBytes(Protocol):
-    """An encoded image: a `pathlib.Path` or a part of another file; `str()` is its name in messages."""
-
-    def read_bytes(self) -> bytes:
-        """Return the bytes; raises OSError."""
-        ...
+from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +45,27 @@ class ImageBytesList(Sequence[ImageBytes]):
         # for slices an offset and a size.
         self._owners: list[Any] = []
         self._numbers: dict[Any, int] = {}  # of the owners
-        self._owner = array("L")
-        self._names, self._ends = bytearray(), array("Q")
-        self._places = array("Q")
+        self._owner, self._names, self._places = array("L"), list[str](), array("Q")
         for part in parts:
             if isinstance(part, ImageBytesList):
-                self._extend(part)
+                own = np.array([self._number_of(owner) for owner in part._owners], np.dtype("L"))
+                self._add(own[np.asarray(part._owner)], part._names, part._places)
                 continue
             for image in part:
                 self.append(image)
 
     @classmethod
-    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: Iterable[str]) -> "ImageBytesList":
+    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: list[str]) -> "ImageBytesList":
         """Make a list of paths from folders and, for each path, its folder index and name."""
-        encoded = list(map(os.fsencode, names))
         files = cls()
         files._owners = list(folders)
-        files._owner = array("L", numbers.astype(np.dtype("L")).tobytes())
-        files._names += b"".join(encoded)
-        files._ends = array("Q", np.cumsum([len(name) for name in encoded], dtype=np.uint64).tobytes())
-        files._places = array("Q", bytes(16 * len(encoded)))
-        # A folder that is listed twice has one index.
-        return cls(files)
+        files._add(numbers.astype(np.dtype("L")), names, array("Q", bytes(16 * len(names))))
+        return files
 
-    def _extend(self, other: "ImageBytesList") -> None:
-        """Add the images of another list."""
-        own = np.array([self._number_of(owner) for owner in other._owners], np.dtype("L"))
-        self._owner.frombytes(own[np.asarray(other._owner)].tobytes())
-        self._ends.frombytes((np.asarray(other._ends) + np.uint64(len(self._names))).tobytes())
-        self._names += other._names
-        self._places += other._places
+    def _add(self, owner: np.ndarray, names: list[str], places: "array[int]") -> None:
+        self._owner.frombytes(owner.tobytes())
+        self._names += names
+        self._places += places
 
     def _number_of(self, owner: Any) -> int:
         """Return the index of an owner, added if new."""
@@ -101,12 +84,11 @@ class ImageBytesList(Sequence[ImageBytes]):
         elif isinstance(image, Slice):
             owner, name, offset, size = image.file, image.name, image.offset, image.size
         self._owner.append(self._number_of(owner))
-        self._names += os.fsencode(name)
-        self._ends.append(len(self._names))
+        self._names.append(name)
         self._places.extend((offset, size))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._names)
 
     @overload
     def __getitem__(self, index: int) -> ImageBytes: ...
@@ -116,8 +98,7 @@ class ImageBytesList(Sequence[ImageBytes]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        owner = self._owners[self._owner[index]]
-        name = os.fsdecode(bytes(self._names[self._ends[index - 1] if index else 0 : self._ends[index]]))
+        owner, name = self._owners[self._owner[index]], self._names[index]
         if isinstance(owner, str):
             return Path(owner, name)
         if isinstance(owner, Path):

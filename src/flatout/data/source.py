@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from flatout.config import Data
-from flatout.data.image_bytes import ImageBytes, ImageBytesList
+from flatout.data.decode import ImageBytes
+from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import count_classes, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive

@@ -22,15 +22,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making, remove
+from flatout.data.cache import UNPACKED, NotWritable, Progress, cache_folder, combined_digest, make_room, making, remove
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
-
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 SUFFIXES = (".zip", *TAR_SUFFIXES)
@@ -70,7 +67,7 @@ class UnpackedArchive:
         remove(self._entry)
 
 
-def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
+def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
     """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists.
 
     Raises:
@@ -92,7 +89,7 @@ def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
     return unpacked
 
 
-def _publish(path: Path, entry: Path, report: "Progress") -> None:
+def _publish(path: Path, entry: Path, report: Progress) -> None:
     """Write the content to a temporary folder, then rename it."""
     unfinished = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -109,7 +106,7 @@ def _publish(path: Path, entry: Path, report: "Progress") -> None:
         raise
 
 
-def _write_members(path: Path, folder: Path, report: "Progress") -> None:
+def _write_members(path: Path, folder: Path, report: Progress) -> None:
     is_zip = path.suffix.lower() == ".zip"
     size, free = path.stat().st_size, shutil.disk_usage(folder).free
     total = _zip_size(path) if is_zip else size  # the least, if a tar archive is compressed

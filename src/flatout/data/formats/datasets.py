@@ -19,10 +19,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
 from flatout.data.formats.arrays import by_split, is_array
 from flatout.data.formats.shards import find_shards, reference
-from flatout.data.image_bytes import ImageBytes
 from flatout.data.labels import first_few
 from flatout.data.pixels import UNIT, channels_last, to_uint8
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
