@@ -329,7 +329,7 @@ def test_idx_labels_and_missing_files(tmp_path: Path):
     with pytest.raises(InputError, match="train-labels-idx1-ubyte: label 3: negative label -1"):
         recognise(tmp_path).read()
     (tmp_path / "train-images-idx3-ubyte").unlink()
-    with pytest.raises(InputError, match="no IDX file of train images"):
+    with pytest.raises(InputError, match="has no images for train among train-labels-idx1-ubyte; name the files"):
         recognise(tmp_path)
 
 

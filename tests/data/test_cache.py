@@ -73,7 +73,7 @@ def test_entries_that_other_processes_rename_and_remove(tmp_path):
     try:
         for _ in range(100):
             assert len(entries(tmp_path)) <= 40
-            make_room(tmp_path)
+            make_room(tmp_path, Recorder())
     finally:
         ended.set()
         thread.join()

@@ -117,7 +117,7 @@ def test_too_little_room(tmp_path: Path, cache: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result)
     monkeypatch.setattr("os.statvfs_result.free", 1000, raising=False)
     with pytest.raises(
-        DiskFull, match=r"the disk is full: .*set\.zip needs [\d,]+ bytes to be unpacked, 1,000 are free"
+        DiskFull, match=r"the disk is full.*: unpacking .*set\.zip needs [\d,]+ bytes and 1,000 are free"
     ):
         recognise(path).read()
     assert not list(cache.glob("unpacked/*/*"))

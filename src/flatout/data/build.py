@@ -28,6 +28,7 @@ from flatout.data.cache import (
     make_room,
     making,
     temporary_folder,
+    unfinished,
 )
 from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
 from flatout.data.pack import (
@@ -46,8 +47,8 @@ from flatout.data.pack import (
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.console import Console
-from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import NO_SPACE, lock, printable
+from flatout.utils.errors import InputError
+from flatout.utils.files import lock, printable
 
 _EXAMPLES = 20
 _MAKING = "making this pack"
@@ -263,8 +264,7 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, ImageDataset) else data.read()
                 pack = _in_use(_build(source, settings, target.name, target, report))
-        for removed in make_room(cache):
-            report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+        make_room(cache, report)
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
 
@@ -305,11 +305,10 @@ def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path,
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished = target.with_name(target.name + ".partial")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
+    needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
+    with unfinished(target, f"{len(source):,} images need", needed) as folder:
         blocks, bad = write_images(
-            unfinished,
+            folder,
             count=len(source),
             image_shape=settings.image_shape,
             bits=bits,
@@ -341,21 +340,9 @@ def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path,
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
         }
-        publish(unfinished, target, kept.labels, description)
+        publish(folder, target, kept.labels, description)
         if source.unpacked is not None:
             source.unpacked.remove()
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        if error.errno in NO_SPACE:
-            needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
-            free = shutil.disk_usage(target.parent).free
-            raise DiskFull(
-                f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
-                f"and {free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-            ) from None
-        raise NotWritable(target.parent, error) from None
     return replace(open_pack(target, verify=False), was_cached=False)
 
 

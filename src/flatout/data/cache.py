@@ -20,7 +20,7 @@ from typing import Protocol
 
 from flatout.config.settings import Size, sides, typed
 from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import lock, write_atomically
+from flatout.utils.files import NO_SPACE, lock, write_atomically
 from flatout.utils.host import usable_cores
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
@@ -121,6 +121,35 @@ def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
+def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
+    """Return the error of a disk without room; `what` begins its sentence, such as "500 images need"."""
+    return DiskFull(
+        f"{folder}: the disk is full, or a limit reached: {what} {needed:,} bytes and "
+        f"{shutil.disk_usage(folder).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+    )
+
+
+@contextlib.contextmanager
+def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
+    """Yield a folder next to `target`, to be filled and renamed to it; an error removes it.
+
+    Raises:
+        DiskFull: see `disk_full` for the arguments.
+        NotWritable: the folder around it cannot be written.
+    """
+    folder = target.with_name(target.name + ".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in NO_SPACE:
+            raise disk_full(target.parent, what, needed) from None
+        raise NotWritable(target.parent, error) from None
+
+
 # Entries
 
 
@@ -138,13 +167,13 @@ class Entry:
 def entries(folder: Path | None = None) -> list[Entry]:
     """List the cache, least recently used first. Other processes may change entries concurrently."""
     folder = folder or cache_folder()
-    limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
+    paths = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
     folders = (*_DESCRIPTIONS, "downloads")
-    others = [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
+    paths += [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
     found = []
-    for path in (*limited, *others):
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            found.append(_entry(path, is_limited=path in limited))
+            found.append(_entry(path))
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -157,16 +186,14 @@ def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
     return removed, kept
 
 
-def make_room(folder: Path) -> list[Entry]:
-    """Remove least recently used entries that are not in use, until the limit is met; return them."""
+def make_room(folder: Path, report: Progress) -> None:
+    """Remove least recently used entries that are not in use, until the limit is met, with a note for each."""
     limited = [entry for entry in entries(folder) if entry.is_limited]
     excess = sum(entry.size_bytes for entry in limited) - limit_bytes(folder)
-    removed = []
     for entry in limited[:-1]:  # the newest is about to be used
         if excess > 0 and remove(entry.path):
             excess -= entry.size_bytes
-            removed.append(entry)
-    return removed
+            report.note(f"removed the least recently used entry from the cache, which is full: {entry.what}")
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -176,8 +203,8 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-def _entry(path: Path, *, is_limited: bool) -> Entry:
-    used, size_bytes = path.stat().st_mtime, 0
+def _entry(path: Path) -> Entry:
+    used, size_bytes, is_limited = path.stat().st_mtime, 0, path.parent.name in _DESCRIPTIONS
     files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in files if path.is_dir() else (path,):
         with contextlib.suppress(FileNotFoundError):

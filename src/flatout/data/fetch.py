@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import Callback
 
-from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, make_room, making
+from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, disk_full, make_room, making
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
@@ -127,8 +127,7 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
             os.utime(target)
         descriptor = lock(target / DOWNLOAD, shared=True)
         assert descriptor is not None
-    for removed in make_room(cache_folder()):
-        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    make_room(cache_folder(), report)
     return target / name, descriptor
 
 
@@ -147,12 +146,8 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if file.size is None or not file.is_complete(unfinished)]
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
-    free = shutil.disk_usage(target.parent).free
-    full = DiskFull(
-        f"{target.parent}: the disk is full, or a limit reached: {server.shown} needs {needed:,} bytes and {free:,} "
-        "are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-    )
-    if needed > free:
+    full = disk_full(target.parent, f"{server.shown} needs", needed)
+    if needed > shutil.disk_usage(target.parent).free:
         raise full
     done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
     report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))

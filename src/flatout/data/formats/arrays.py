@@ -5,7 +5,7 @@ Shape letters: N images, H height, W width, C channels.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def _assemble(
 
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
-_NAMES = "x_train, y_train, x_test, y_test, or images and labels"
+_NAMES = "name the arrays x_train, y_train, x_test, y_test, or images and labels"
 
 
 def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
@@ -64,7 +64,7 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
     # The `.npy` files may be images that a CSV file lists.
     is_listed = files and any(entry.name.lower().endswith((".csv", ".tsv")) for entry in visible(path))
     if files and not (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
-        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
+        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
     elif suffix == ".npy":
         pairs = {"train": (path, _labels_beside(path))}
     if not pairs:
@@ -86,7 +86,7 @@ def _labels_beside(path: Path) -> Path:
     return labels
 
 
-def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
+def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, tuple[str, str]]:
     """Find split -> (name of the images, name of the labels); names without a split word are training data."""
     found: dict[tuple[str, str], str] = {}
     for name in names:
@@ -100,11 +100,11 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
             raise InputError(f"{where}: both {both} could be the {' '.join(key)}; rename one")
         found[key] = name
     if not found:
-        raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; name the arrays {_NAMES}")
+        raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; {fix}")
     for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
         if (split, role) not in found:
             among = one_line(", ".join(names))
-            raise InputError(f"{where}: has no {role} for {split} among {among}; name the arrays {_NAMES}")
+            raise InputError(f"{where}: has no {role} for {split} among {among}; {fix}")
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
@@ -154,9 +154,8 @@ def _loaded(where: str, load: Callable[[], Any]) -> Any:
 
 # IDX, the format of MNIST: http://yann.lecun.com/exdb/mnist/ (the section on the file format)
 
-_IDX_NAME = re.compile(
-    r"(?P<before>.*?)[-_.]?(?P<role>images|labels)[-_.]idx\d-(ubyte|byte|short|int)(?P<gz>\.gz)?", re.I
-)
+_IDX_NAME = re.compile(r".*(images|labels)[-_.]idx\d-(ubyte|byte|short|int)", re.I)
+_IDX_NAMES = "name the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and so on"
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -167,28 +166,19 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
         InputError: a file's partner or the training split is missing, or two files could be the same.
     """
     if not path.is_dir():
-        if _IDX_NAME.fullmatch(path.name):
+        if _IDX_NAME.fullmatch(path.name.removesuffix(".gz")):
             raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
         return None
-    files: dict[tuple[str, str], Path] = {}
+    files: dict[str, Path] = {}
     for entry in visible(path):
-        match = _IDX_NAME.fullmatch(entry.name)
-        split = split_within(match["before"]) if match else None
-        if not match or split is None or not entry.is_file():
-            continue
-        key = (split, match["role"].lower())
-        before = files.get(key)
-        # The same file compressed and not is common; the uncompressed one is faster to read.
-        if before is not None and before.name.removesuffix(".gz") != entry.name.removesuffix(".gz"):
-            raise InputError(f"{path}: both {before.name} and {entry.name} are {' '.join(key)}; move one away")
-        if before is None or not match["gz"]:
-            files[key] = entry.path
+        name = entry.name.removesuffix(".gz")
+        # The same file compressed and not is common; the uncompressed one comes first, and is faster to read.
+        if _IDX_NAME.fullmatch(name) and entry.is_file():
+            files.setdefault(name, entry.path)
     if not files:
         return None
-    for split, role in [(split, role) for split, _ in files for role in ("images", "labels")]:
-        if (split, role) not in files:
-            raise InputError(f"{path}: has no IDX file of {split} {role} beside its partner")
-    pairs = in_order({split: (files[split, "images"], files[split, "labels"]) for split, _ in files}, path)
+    pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
+    pairs = in_order(pairs, path)
     inputs = tuple(file for pair in pairs.values() for file in pair)
     return DataSource(
         kind=IDX_KIND, path=path, inputs=inputs, read=lambda: _read_idx_set(path, pairs, class_list, options)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,15 +146,23 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
 
 
+def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[str, Path]:
+    """Return split -> file or folder, without those of no split.
+
+    Raises:
+        InputError: two mean the same split.
+    """
+    found: dict[str, Path] = {}
+    for split, part in named:
+        if split in found:
+            raise InputError(f"{path}: both {found[split].name} and {part.name} mean {split}; move one away")
+        if split:
+            found[split] = part
+    return found
+
+
 def _split_folders(path: Path) -> dict[str, Path]:
-    splits: dict[str, Path] = {}
-    for entry in _folders(path):
-        name = split_of(entry.name)
-        if name in splits:
-            raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
-        if name is not None:
-            splits[name] = entry.path
-    return splits
+    return one_per_split(path, ((split_of(entry.name), entry.path) for entry in _folders(path)))
 
 
 def _has_class_folders(folder: Path) -> bool:

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
+from flatout.data.formats.folders import is_image_name, list_files, one_per_split, visible, without_arrays
 from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
@@ -72,11 +72,11 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
         return _reference(KIND, path, files, class_list, options)
     found = [entry.path for entry in visible(path) if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
-    files = _by_split(path, [(split_within(file.stem), file) for file in found])
+    files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
         below = [(split_of(entry.name), entry.path) for entry in visible(path) if entry.is_dir()]
         metadata = ((split, folder / name) for split, folder in below for name in _METADATA)
-        files = _by_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
+        files = one_per_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
     elif "train" not in files:
         is_list = len(found) == 1 and _names_images(found[0], options)
         inside = [entry.name for entry in visible(path) if entry.is_dir()]
@@ -103,7 +103,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         texts = [entry.path for entry in visible(path) if entry.name.lower().endswith(".txt") and entry.is_file()]
         sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
         splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
-        files = _by_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
+        files = one_per_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
     names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
@@ -117,16 +117,6 @@ def _reference(
         return None
     files = files if "" in files else in_order(files, path)
     return DataSource(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
-
-
-def _by_split(path: Path, named: list[tuple[str | None, Path]]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for split, file in named:
-        if split in files:
-            raise InputError(f"{path}: both {files[split].name} and {file.name} mean {split}; move one away")
-        if split:
-            files[split] = file
-    return files
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
