@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, first_few
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable

@@ -22,9 +22,8 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.formats.folders import is_image_name, visible
-from flatout.data.image_bytes import ImageBytesList, Slice
 from flatout.data.labels import find_class_list_beside
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import is_compressed, reading, tar_members
 from flatout.utils.errors import InputError

@@ -26,9 +26,8 @@ import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, list_files, one_per_split, visible, without_arrays
-from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
 
