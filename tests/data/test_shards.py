@@ -3,7 +3,6 @@
 import gzip
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def records(path: Path, *examples: dict[str, bytes | int]) -> Path:
     return path
 
 
-def test_records_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_records_are_checked(tmp_path: Path):
     path = records(tmp_path / "a.tfrecord", *({"image": png(i), "label": i} for i in range(3)))
     content = path.read_bytes()
     c.write(path, content[:-1])
@@ -157,11 +156,9 @@ def test_records_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     c.write(path, c.tf_record(b"\xff" * 9))
     with pytest.raises(InputError, match=r"a\.tfrecord: record 0: is not a tf\.train\.Example"):
         read(path)
-    c.write(path, content.replace(png(1), png(1)[::-1]))
-    with pytest.raises(InputError, match=r"a\.tfrecord: record 1: is damaged: its checksum is wrong"):
+    c.write(path, b"not a TFRecord file")
+    with pytest.raises(InputError, match=r"a\.tfrecord: record 0: is cut off, or this is not a TFRecord file"):
         read(path)
-    monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    assert any(r"pip install 'flatout[tfrecord]'" in note for note in read(path).notes)
 
 
 def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):

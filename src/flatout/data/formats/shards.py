@@ -258,7 +258,6 @@ _Features = dict[str, list[int | float | slice]]
 def _read_tfrecord(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    """Read all records, and verify them if google-crc32c is installed."""
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
     for split, files in splits.items():
@@ -268,8 +267,6 @@ def _read_tfrecord(
             if split == "train":
                 raise
             notes.append(f"there is no {split} split: {error}")
-    if not _has_crc32c():
-        notes.append("the checksums of the records were not compared: that needs pip install 'flatout[tfrecord]'")
     every = [sample for some in samples.values() for sample in some]
     is_single = all(len(sample.labels) == 1 for sample in every)
     texts = _class_texts(every) if is_single and class_list is None else {}
@@ -317,23 +314,19 @@ def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and data of each record, checked."""
+    """Yield offset and data of each record; checksums are not compared."""
     size, offset, number = file.stat().st_size, 0, 0
     with file.open("rb") as stream:
         while header := stream.read(12):
             where = f"{file}: record {number}"
-            if len(header) < 12 or not _is_intact(header[:8], header[8:]):
-                what = f"is damaged, or this is not a TFRecord file (at byte {offset:,})"
-                raise InputError(f"{where}: {what}; get it again")
             length = int.from_bytes(header[:8], "little")
-            if offset + length + 16 > size:
-                raise InputError(f"{where}: is cut off; get the file again")
+            if len(header) < 12 or offset + length + 16 > size:
+                what = f"is cut off, or this is not a TFRecord file (at byte {offset:,})"
+                raise InputError(f"{where}: {what}; get it again")
             if length > MAX_FILE_BYTES:
                 raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-            data = stream.read(length)
-            if not _is_intact(data, stream.read(4)):
-                raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
-            yield offset + 12, data
+            yield offset + 12, stream.read(length)
+            stream.read(4)
             offset, number = offset + length + 16, number + 1
 
 
@@ -409,7 +402,7 @@ def _int64s(record: bytes, place: slice) -> Iterator[int]:
 
 
 def masked_crc32c(data: bytes) -> bytes:
-    """Return the checksum, 4 bytes, of TFRecord files and TensorFlow's checkpoints.
+    """Return the checksum, 4 bytes, in TensorFlow's checkpoints.
 
     Raises:
         ImportError: google-crc32c is not installed.
@@ -418,21 +411,6 @@ def masked_crc32c(data: bytes) -> bytes:
 
     crc = google_crc32c.value(data)
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
-
-
-def _has_crc32c() -> bool:
-    try:
-        masked_crc32c(b"")
-    except ImportError:
-        return False
-    return True
-
-
-def _is_intact(data: bytes, checksum: bytes) -> bool:
-    try:
-        return masked_crc32c(data) == checksum
-    except ImportError:
-        return True
 
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
