@@ -170,7 +170,7 @@ def test_npy(tmp_path: Path):
     found = recognise(tmp_path / "shoes.npy")
     assert found.inputs == (tmp_path / "shoes.npy", tmp_path / "shoes_labels.npy")
     (tmp_path / "shoes_labels.npy").unlink()
-    with pytest.raises(InputError, match=r"shoes\.npy: there is no shoes_labels\.npy beside it"):
+    with pytest.raises(InputError, match=r"shoes\.npy: its labels, shoes_labels\.npy, are not next to it"):
         recognise(tmp_path / "shoes.npy")
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -59,31 +59,39 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
     suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix == ".npz":
         return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
-    pairs: dict[str, tuple[Path, Path]] = {}
-    files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
+    if suffix == ".npy":
+        labels = path.with_name(f"{path.stem}_labels.npy")
+        if not labels.is_file():
+            raise InputError(f"{path}: its labels, {labels.name}, are not next to it; or give the folder of both")
+        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, class_list, options)
+    below = visible(path) if path.is_dir() else ()
+    files = {e.path.stem: e.path for e in below if e.name.lower().endswith(".npy") and e.is_file()}
     # The `.npy` files may be images that a CSV file lists.
-    is_listed = files and any(entry.name.lower().endswith((".csv", ".tsv")) for entry in visible(path))
-    if files and not (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
-        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
-    elif suffix == ".npy":
-        pairs = {"train": (path, _labels_beside(path))}
-    if not pairs:
+    is_listed = any(entry.name.lower().endswith((".csv", ".tsv")) for entry in below)
+    if not files or (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         return None
+    pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
+    return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, class_list, options)
+
+
+def _of_pairs(
+    kind: str,
+    path: Path,
+    pairs: dict[str, tuple[Path, Path]],
+    read: Callable[[Path, Path], tuple[np.ndarray, np.ndarray]],
+    class_list: Path | None,
+    options: ReadOptions,
+) -> DataSource:
+    """Return the data in split -> (file of images, file of labels), which `read` reads."""
+
+    def read_all() -> ImageDataset:
+        splits = {split: read(images, labels) for split, (images, labels) in pairs.items()}
+        return _assemble(
+            splits, kind, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
+        )
+
     inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataSource(
-        kind=NUMPY_KIND, path=path, inputs=inputs, read=lambda: _read_npy(path, pairs, class_list, options)
-    )
-
-
-def _npy_files(folder: Path) -> list[Path]:
-    return [e.path for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
-
-
-def _labels_beside(path: Path) -> Path:
-    labels = path.with_name(f"{path.stem}_labels.npy")
-    if not labels.is_file():
-        raise InputError(f"{path}: there is no {labels.name} beside it; name its labels so, or give the folder of both")
-    return labels
+    return DataSource(kind=kind, path=path, inputs=inputs, read=read_all)
 
 
 def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, tuple[str, str]]:
@@ -108,14 +116,11 @@ def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, 
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
-def _read_npy(
-    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
+def _read_npy(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
     def load(file: Path) -> np.ndarray:
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
-    splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}
-    return _assemble(splits, NUMPY_KIND, path, class_list, options.task)
+    return load(images), load(labels)
 
 
 def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
@@ -178,27 +183,16 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
     if not files:
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
-    pairs = in_order(pairs, path)
-    inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataSource(
-        kind=IDX_KIND, path=path, inputs=inputs, read=lambda: _read_idx_set(path, pairs, class_list, options)
-    )
+    return _of_pairs(IDX_KIND, path, in_order(pairs, path), _read_idx_pair, class_list, options)
 
 
-def _read_idx_set(
-    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
-    splits = {}
-    for split, (image_file, label_file) in pairs.items():
-        pixels, labels = read_idx(image_file), read_idx(label_file)
-        if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-            raise InputError(f"{image_file}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
-        if len(labels) != len(pixels):
-            raise InputError(f"{label_file}: {len(labels):,} labels for {len(pixels):,} images in {image_file.name}")
-        splits[split] = (pixels, labels)
-    return _assemble(
-        splits, IDX_KIND, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
-    )
+def _read_idx_pair(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
+    pixels, numbers = read_idx(images), read_idx(labels)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+        raise InputError(f"{images}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
+    if len(numbers) != len(pixels):
+        raise InputError(f"{labels}: {len(numbers):,} labels for {len(pixels):,} images in {images.name}")
+    return pixels, numbers
 
 
 def read_idx(path: Path) -> np.ndarray:
