@@ -10,6 +10,7 @@ Labels are interpreted as their distinct values, which are few. Shape letters: N
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -229,12 +230,11 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     if are_rows:
         return array.astype(np.uint8)[codes]
     if array.dtype.kind == "U":
-        try:  # NumPy takes any 32 bits for a character, also surrogates
-            "".join(array.tolist()).encode()
-        except (ValueError, SystemError):
-            raise InputError(
-                f"{where}: the labels have characters that do not exist; save them again, as UTF-8 or numbers"
-            ) from None
+        # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
+        characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
+        if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
+            fix = "save them again, as UTF-8 or numbers"
+            raise InputError(f"{where}: the labels have characters that do not exist; {fix}")
     else:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)

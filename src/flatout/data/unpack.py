@@ -24,7 +24,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, make_room, making, remove, unfinished
+from flatout.data.cache import (
+    UNPACKED,
+    Progress,
+    cache_folder,
+    combined_digest,
+    make_room,
+    making,
+    remove,
+    unfinished,
+)
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
@@ -129,6 +138,13 @@ def _write_members(path: Path, folder: Path, total: int, report: Progress) -> No
                 raise InputError(f"{where}: is there twice; remove one, or unpack it and give the folder") from None
     if not any(folder.iterdir()):
         raise InputError(f"{path}: is an empty archive")
+
+
+def _parts(where: str, name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or "\0" in name or (parts and re.fullmatch("[A-Za-z]:", parts[0])):
+        raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
+    return parts
 
 
 def _zip_size(path: Path) -> int:

@@ -330,9 +330,7 @@ def _records(file: Path) -> Iterator[tuple[int, bytes]]:
             offset, number = offset + length + 16, number + 1
 
 
-def _sample(
-    file: Path, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions
-) -> _Sample:
+def _sample(file: Path, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions) -> _Sample:
     place = f"{file}: record {number}"
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS

@@ -102,7 +102,9 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         texts = [entry.path for entry in visible(path) if entry.name.lower().endswith(".txt") and entry.is_file()]
         sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
         splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
-        files = one_per_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
+        files = one_per_split(
+            path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))]
+        )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
     names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
