@@ -1,4 +1,4 @@
-"""The tables of docs/data.md that come from the code. `python -m tests.tables` writes them; a test compares."""
+"""What docs/data.md has from the code. `python -m tests.tables` writes it; a test compares."""
 
 import re
 from collections import defaultdict
