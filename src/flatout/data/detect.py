@@ -12,6 +12,7 @@ from flatout.data.cache import Progress
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
+from flatout.data.pack import open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import SUFFIXES, is_archive, unpack
@@ -143,8 +144,6 @@ def from_python(data: object, task: str = "auto") -> ImageDataset:
 
 
 def _read_pack(path: Path) -> ImageDataset:
-    from flatout.data.pack import open_pack
-
     pack = open_pack(path)
     return ImageDataset(
         kind="pack",

@@ -315,17 +315,11 @@ def assemble(
         classes=found.classes,
         labels=found.values,
         splits=dict(zip(splits, pairwise(bounds), strict=True)),
-        files=_listed(images) if is_files else None,
+        files=ImageBytesList(*images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
     )
-
-
-def _listed(parts: list[Sequence[ImageBytes]]) -> ImageBytesList:
-    """Return the files of all splits; those of a single one are not copied."""
-    only = parts[0]
-    return only if len(parts) == 1 and isinstance(only, ImageBytesList) else ImageBytesList(*parts)
 
 
 def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:
