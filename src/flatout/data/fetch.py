@@ -315,7 +315,7 @@ class _Server:
 
     def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: _Transfers) -> None:
         """Download files, several at once."""
-        system = self._system
+        system: Any = self._system
         if not system.async_impl:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
