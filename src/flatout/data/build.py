@@ -51,7 +51,6 @@ from flatout.utils.errors import InputError
 from flatout.utils.files import lock, printable
 
 _EXAMPLES = 20
-_MAKING = "making this pack"
 
 
 def find(
@@ -154,21 +153,10 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
         InputError: the folder exists, the data is a pack already, or as for `load_pack`.
     """
     if isinstance(data, DataSource) and data.kind == "pack":
-        raise InputError(f"{data.path}: is a pack already; give the data that it was pack from")
-    _refuse_existing(folder)
-    source = data if isinstance(data, ImageDataset) else data.read()
-    key = _key(data if isinstance(data, DataSource) and data.inputs else source, settings, None, report)
-    with making(folder, _MAKING, report):
-        _refuse_existing(folder)
-        try:
-            return _build(source, settings, key, folder, report)
-        finally:
-            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
-
-
-def _refuse_existing(folder: Path) -> None:
+        raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
     if folder.exists():
         raise InputError(f"{folder}: exists; choose another --out, or delete it")
+    return _build(data if isinstance(data, ImageDataset) else data.read(), settings, folder, report)
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
@@ -216,7 +204,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
         folder, owner = temporary_folder()
         stack.callback(os.close, owner)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        pack = _build(source, settings, "", folder / "pack", report)
+        pack = _build(source, settings, folder / "pack", report)
         if not has_open_file(pack.images):
             weakref.finalize(pack.images, stack.pop_all().close)
     return replace(pack, folder=None)
@@ -225,7 +213,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
 # The cache
 
 
-def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path | None, report: Progress) -> str:
+def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except how bad images are treated."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
@@ -258,12 +246,12 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
             pack = None
     pack = pack or _open_cached(target, report)
     if pack is None:
-        with making(target, _MAKING, report):
+        with making(target, "making this pack", report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, ImageDataset) else data.read()
-                pack = _in_use(_build(source, settings, target.name, target, report))
+                pack = _in_use(_build(source, settings, target, report))
         make_room(cache, report)
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
@@ -298,7 +286,7 @@ def _in_use(pack: Pack) -> Pack:
 # Building
 
 
-def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
+def _build(source: ImageDataset, settings: PackSettings, target: Path, report: Progress) -> Pack:
     """Make the pack in a temporary folder next to `target`, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which the packing rate must not include
 
@@ -335,7 +323,6 @@ def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path,
             "groups": None if (groups := kept.group_numbers) is None else groups.tolist(),
             "notes": list(kept.notes),
             "skipped": skipped,
-            "key": key,
             "is_decoded": source.files is not None,
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
