@@ -16,6 +16,8 @@ from flatout.utils.errors import InputError
 from tests.data import containers as c
 from tests.data.small_sets import png, read, shard, table
 
+GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
+
 # --- files ---
 
 
@@ -39,11 +41,15 @@ def test_a_pattern_of_shards(tmp_path: Path):
     assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
 
 
+@pytest.mark.usefixtures("cache")
 def test_compressed_shards_are_refused(tmp_path: Path):
     for i in range(2):
         c.write(tmp_path / f"{i}.tar.gz", gzip.compress(b""))
     with pytest.raises(InputError, match=r"1\}\.tar\.gz: is an archive; unpack it"):
         read(tmp_path / "{0..1}.tar.gz")
+    c.write(tmp_path / "train.tar.gz", gzip.compress(shard(tmp_path / "b.tar", GOOD).read_bytes()))
+    with pytest.raises(InputError, match=r"train\.tar\.gz: holds samples of WebDataset; give the shards themselves"):
+        read(tmp_path / "train.tar.gz")
     c.write(tmp_path / "a.tfrecord.gz", gzip.compress(c.tf_record(c.example({"image": png(), "label": 1}))))
     with pytest.raises(InputError, match=r"a\.tfrecord\.gz: is compressed; unpack it first"):
         read(tmp_path / "a.tfrecord.gz")
@@ -105,9 +111,6 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
     assert (source.task, source.labels.tolist()) == ("regression", [0.5, 1.25, -3.0, 2.75])
     with pytest.raises(InputError, match=r"(row 2|line 3|2\.json): not a (finite )?number: (nan|NaN)"):
         with_labels([0.5, 1.25, float("nan"), 2.75])
-
-
-GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
 
 
 @pytest.mark.parametrize(

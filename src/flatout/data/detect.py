@@ -173,6 +173,8 @@ def _explain(path: Path) -> str:
         if archives:
             known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
             return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
+        if any(entry.name.lower().endswith(".cls") for entry in folders.visible(path)):
+            return "holds samples of WebDataset; give the shards themselves, uncompressed"
         if folders.has_images(path):
             return (
                 "holds images but nothing that names their classes; sort them into a folder for each class, or list "
