@@ -1,10 +1,9 @@
-"""The tables of docs/data.md that come from the code. `python -m tests.tables` writes them; a test compares."""
+"""What docs/data.md has from the code. `python -m tests.tables` writes it; a test compares."""
 
 import re
 from collections import defaultdict
 from pathlib import Path
 
-from flatout.data.detect import FORMATS, OTHERS
 from flatout.data.formats.folders import IMAGE_SUFFIXES
 from flatout.data.splits import WORDS
 
@@ -12,10 +11,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 
 
 def generated(text: str) -> str:
-    """Return the page with its tables as the readers have them: formats, words for splits, suffixes of images."""
-    rows = [(format.kind, format.give, format.recognised_by) for format in reversed(FORMATS)]
-    rows += [(kind, give, by) for kind, (give, by) in OTHERS.items()]
-    text = _with_table(text, ("data", "give", "recognised by"), rows)
+    """Return the page with what comes from the readers: words for splits, suffixes of images."""
     words = defaultdict[str, list[str]](list)
     for word, split in WORDS.items():
         words[split].append(f"`{word}`")

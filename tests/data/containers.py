@@ -225,29 +225,18 @@ def tf_encoded(sample: Sample) -> dict[str, bytes | int]:
     }
 
 
-def tf_raw(sample: Sample) -> dict[str, bytes | int]:
-    shape: dict[str, bytes | int] = {"height": SIZE, "width": SIZE, "depth": 3}
-    return shape | {"image_raw": sample.pixels.tobytes(), "label": sample.label}
-
-
-def tf_records(
-    features: Callable[[Sample], dict[str, bytes | int]], compress: Callable[[bytes], bytes] = bytes
-) -> Callable[[Path], Path]:
-    def build(folder: Path) -> Path:
-        for split, samples in BY_SPLIT.items():
-            for shard in range(2):
-                half = samples[: len(samples) // 2] if shard == 0 else samples[len(samples) // 2 :]
-                content = b"".join(tf_record(example(features(sample))) for sample in half)
-                write(folder / f"{split}-{shard:05}-of-00002", compress(content))
-        first = 1 if features is tf_encoded else 0
-        write(folder / "labels.txt", "\n".join(f"{label}:{name}" for label, name in enumerate(CLASSES, first)))
-        return folder
-
-    return build
+def tf_records(folder: Path) -> Path:
+    for split, samples in BY_SPLIT.items():
+        for shard in range(2):
+            half = samples[: len(samples) // 2] if shard == 0 else samples[len(samples) // 2 :]
+            content = b"".join(tf_record(example(tf_encoded(sample))) for sample in half)
+            write(folder / f"{split}-{shard:05}-of-00002", content)
+    write(folder / "labels.txt", "\n".join(f"{label}:{name}" for label, name in enumerate(CLASSES, start=1)))
+    return folder
 
 
 def tf_texts(folder: Path) -> Path:
-    tf_records(tf_encoded)(folder)
+    tf_records(folder)
     (folder / "labels.txt").unlink()
     return folder
 

@@ -167,11 +167,10 @@ def test_npy(tmp_path: Path):
     """A folder, or a file with its labels beside it; images are mapped, not loaded."""
     np.save(tmp_path / "shoes.npy", IMAGES)
     np.save(tmp_path / "shoes_labels.npy", LABELS)
-    np.save(tmp_path / "other_labels.npy", LABELS[:2])
     found = recognise(tmp_path / "shoes.npy")
     assert found.inputs == (tmp_path / "shoes.npy", tmp_path / "shoes_labels.npy")
     (tmp_path / "shoes_labels.npy").unlink()
-    with pytest.raises(InputError, match=r"shoes\.npy: no file beside it could be its labels; name one file"):
+    with pytest.raises(InputError, match=r"shoes\.npy: its labels, shoes_labels\.npy, are not next to it"):
         recognise(tmp_path / "shoes.npy")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -311,7 +310,7 @@ def test_real_mnist_is_the_known_one(shared_data: Path):
         (lambda b: b[:4] + b"\xff" * 12 + b[16:], "is cut off"),
         (lambda b: b + b"x", "longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
-        (lambda b: gzip.compress(b)[:-9], "damaged gzip"),
+        (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
         (lambda _: idx_bytes(np.zeros((6, 3, 4), np.float32)), "not images of bytes"),
         (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "6 labels for 5 images"),
     ],
@@ -330,7 +329,7 @@ def test_idx_labels_and_missing_files(tmp_path: Path):
     with pytest.raises(InputError, match="train-labels-idx1-ubyte: label 3: negative label -1"):
         recognise(tmp_path).read()
     (tmp_path / "train-images-idx3-ubyte").unlink()
-    with pytest.raises(InputError, match="no IDX file of train images"):
+    with pytest.raises(InputError, match="has no images for train among train-labels-idx1-ubyte; name the files"):
         recognise(tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_entries_that_other_processes_rename_and_remove(tmp_path):
     try:
         for _ in range(100):
             assert len(entries(tmp_path)) <= 40
-            make_room(tmp_path)
+            make_room(tmp_path, Recorder())
     finally:
         ended.set()
         thread.join()
@@ -101,7 +101,8 @@ def blake(content: bytes) -> bytes:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(caches, "_RESTED_NS", 10**8)
     folder = tmp_path / "data"
     folder.mkdir()
     paths = [folder / f"{i:03}.bin" for i in range(200)]

@@ -152,8 +152,6 @@ def test_columns(tmp_path: Path):
     assert contents(path, file_column="right", label_column="kind") == (("3", "4"), images[::-1])
     path = table(tmp_path / "a.parquet", **{"the.image": images, "image.label": ["a", "b"]})
     assert contents(path) == (("a", "b"), images)
-    lists = pyarrow.array(list(map(list, images)), pyarrow.list_(pyarrow.uint8()))
-    assert contents(table(tmp_path / "a.parquet", image=lists, label=[0, 1])) == (("0", "1"), images)
 
 
 def test_rows_without_labels_or_images_are_named(tmp_path: Path):

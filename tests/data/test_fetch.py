@@ -120,7 +120,7 @@ def test_a_killed_download_keeps_complete_files(server: Server, cache: Path, num
     process = subprocess.Popen([*FLATOUT, "check", url, "--json"])
     try:
         deadline = time.monotonic() + 60
-        while len(list(cache.glob("remote/*.partial/?.tar"))) < 2:
+        while sum(file.stat().st_size == 1000 for file in cache.glob("remote/*.partial/?.tar")) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -222,8 +222,6 @@ def test_urls_that_are_refused(url: str, words: str):
 def test_web_pages_folders_and_circles_are_refused(server: Server, cache: Path):
     server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
     assert "is a web page, not data; give the URL of the file itself" in message(server.url("/photos.npz"))
-    server.resources["/login.npz"] = Resource(b" <!DOCTYPE html><html>Log in")
-    assert "is a web page, not data" in message(server.url("/login.npz"))
     server.resources["/photos/"] = Resource(b"{}")
     assert "names no file" in message(server.url("/photos/"))
     server.resources["/again.npz"] = Resource(b"", status=302, headers={"Location": server.url("/again.npz")})

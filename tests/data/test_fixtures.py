@@ -19,7 +19,7 @@ def pack_of(name: str) -> Pack:
 
 
 def test_every_framework_has_fixtures():
-    assert {"parquet", "saved-dataset", "tfrecord", "tfrecord-raw", "webdataset-cls", "webdataset-json"} <= set(NAMES)
+    assert {"parquet", "saved-dataset", "tfrecord", "webdataset-cls", "webdataset-json"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

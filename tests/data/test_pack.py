@@ -84,7 +84,7 @@ def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path, source):
     build_pack(source, settings(), tmp_path / "out", Recorder())
     found = DataSource(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
-    fix = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=squash, or make another"
+    fix = r"with image_size = 16, data.resize = squash, .* use --set image_size=16 --set data.resize=squash, or make"
     with pytest.raises(InputError, match=fix):
         load(found, tmp_path / "cache", settings(size=32, resize="crop"))
     with pytest.raises(InputError, match="is a pack already"):
@@ -265,7 +265,7 @@ def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, source
     open_pack(folder, verify=False)
     description = json.loads((folder / "pack.json").read_text())
     (folder / "pack.json").write_text(json.dumps({**description, "format_version": 99}))
-    with pytest.raises(InputError, match=r"has format 99, .* update flatout"):
+    with pytest.raises(InputError, match=r"has format 99, .* update flatout, or pack"):
         open_pack(folder)
 
 

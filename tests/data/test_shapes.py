@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -260,25 +259,6 @@ def test_one_file_of_16_bits_makes_a_set_of_16(tmp_path) -> None:
         npy(np.full((4, 4), 100, kind), tmp_path / f"c{i % 2}" / f"{i}.npy")
     pack = load_pack(find(tmp_path), settings(size=4, channels=1), cache=None, report=Recorder())
     assert sorted(pack.images[:, 0, 0, 0].tolist()) == [100] + 7 * [25700]
-
-
-def test_a_pack_of_format_1_is_read(tmp_path) -> None:
-    """What `flatout pack` wrote before images had other shapes than squares."""
-    images, labels = RNG.integers(0, 256, (4, 6, 6, 3), dtype=np.uint8), np.array([0, 1, 0, 1])
-    np.save(tmp_path / "images.npy", images)
-    np.save(tmp_path / "labels.npy", labels)
-    about = {
-        "flatout_version": "0.1.0", "kind": "class folders", "path": "/somewhere", "images": 4, "size": 6,
-        "channels": 3, "resize": "stretch", "resize_method": "version 3", "classes": ["a", "b"],
-        "splits": {"train": [0, 4]}, "notes": [], "skipped": {}, "key": "", "blocks": [[4, zlib.crc32(images.data)]],
-        "build_seconds": 0.1, "format_version": 1, "labels_crc32": zlib.crc32(labels.data),
-    }  # fmt: skip
-    about["crc32"] = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    (tmp_path / "pack.json").write_text(json.dumps(about))
-    pack = open_pack(tmp_path)
-    assert np.array_equal(pack.images, images)
-    assert (pack.resize, pack.bits) == ("squash", 8)
-    load_pack(find(tmp_path), settings(size=6), cache=None, report=Recorder())
 
 
 @pytest.mark.parametrize(

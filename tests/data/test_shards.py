@@ -3,7 +3,6 @@
 import gzip
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from flatout.utils.errors import InputError
 from tests.data import containers as c
 from tests.data.small_sets import png, read, shard, table
 
+GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
+
 # --- files ---
 
 
@@ -25,20 +26,33 @@ def test_braces_stand_for_ranges_and_alternatives():
         *("a/x-08.tar", "a/x-09.tar", "a/x-10.tar"),
         *("a/y-08.tar", "a/y-09.tar", "a/y-10.tar"),
     ]
-    names = ["x1a", "x1b", "x0a", "x0b", "x", "ya", "yb", "yya"]
-    assert list(map(str, expand_braces(Path("{x{1..0}{a,b},x,y{a,b,{y}a}}")))) == names
+    assert list(map(str, expand_braces(Path("{1..0}{a,b}")))) == ["1a", "1b", "0a", "0b"]
     assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
     with pytest.raises(InputError, match="more than 100,000 files"):
         expand_braces(Path("{0..999999999}{0..999999999}.tar"))
 
 
-def test_a_pattern_of_compressed_shards(tmp_path: Path):
+def test_a_pattern_of_shards(tmp_path: Path):
     c.webdataset("cls")(tmp_path)
-    for file in sorted(tmp_path.glob("*.tar")):
-        c.write(tmp_path / f"{file.name.replace('test', 'val')}.gz", gzip.compress(file.read_bytes()))
-    source = read(tmp_path / "{train-{000000..000001},val-{000000..000001}}.tar.gz")
+    for file in tmp_path.glob("test*.tar"):
+        file.rename(tmp_path / file.name.replace("test", "val"))
+    source = read(tmp_path / "{train,val}-{000000..000001}.tar")
     assert source.splits == {"train": (0, 15), "valid": (15, 24)}
     assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
+
+
+@pytest.mark.usefixtures("cache")
+def test_compressed_shards_are_refused(tmp_path: Path):
+    for i in range(2):
+        c.write(tmp_path / f"{i}.tar.gz", gzip.compress(b""))
+    with pytest.raises(InputError, match=r"1\}\.tar\.gz: is an archive; unpack it"):
+        read(tmp_path / "{0..1}.tar.gz")
+    c.write(tmp_path / "train.tar.gz", gzip.compress(shard(tmp_path / "b.tar", GOOD).read_bytes()))
+    with pytest.raises(InputError, match=r"train\.tar\.gz: holds samples of WebDataset; give the shards themselves"):
+        read(tmp_path / "train.tar.gz")
+    c.write(tmp_path / "a.tfrecord.gz", gzip.compress(c.tf_record(c.example({"image": png(), "label": 1}))))
+    with pytest.raises(InputError, match=r"a\.tfrecord\.gz: is compressed; unpack it first"):
+        read(tmp_path / "a.tfrecord.gz")
 
 
 def test_missing_and_damaged_shards_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -99,9 +113,6 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
         with_labels([0.5, 1.25, float("nan"), 2.75])
 
 
-GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -139,7 +150,7 @@ def records(path: Path, *examples: dict[str, bytes | int]) -> Path:
     return path
 
 
-def test_records_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_records_are_checked(tmp_path: Path):
     path = records(tmp_path / "a.tfrecord", *({"image": png(i), "label": i} for i in range(3)))
     content = path.read_bytes()
     c.write(path, content[:-1])
@@ -148,11 +159,9 @@ def test_records_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     c.write(path, c.tf_record(b"\xff" * 9))
     with pytest.raises(InputError, match=r"a\.tfrecord: record 0: is not a tf\.train\.Example"):
         read(path)
-    c.write(path, content.replace(png(1), png(1)[::-1]))
-    with pytest.raises(InputError, match=r"a\.tfrecord: record 1: is damaged: its checksum is wrong"):
+    c.write(path, b"not a TFRecord file")
+    with pytest.raises(InputError, match=r"a\.tfrecord: record 0: is cut off, or this is not a TFRecord file"):
         read(path)
-    monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    assert any(r"pip install 'flatout[tfrecord]'" in note for note in read(path).notes)
 
 
 def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):
@@ -178,12 +187,6 @@ def test_two_classes_of_one_name_stay_two(tmp_path: Path):
     rows = ((135, b"crane"), (518, b"crane"), (1, b"tench"))
     examples = [{"image/encoded": png(), "image/class/label": n, "image/class/text": text} for n, text in rows]
     assert read(records(tmp_path / "a.tfrecord", *examples)).classes == ("tench", "crane (135)", "crane (518)")
-
-
-def test_raw_images_must_have_one_size(tmp_path: Path):
-    examples = [{"image_raw": bytes(h * 4), "height": h, "width": 4, "depth": 1, "label": h} for h in (3, 4)]
-    with pytest.raises(InputError, match="raw images must be of one size"):
-        read(records(tmp_path / "a.tfrecord", *examples))
 
 
 def test_values_of_every_kind(tmp_path: Path):

@@ -24,8 +24,7 @@ from flatout.analysis.images import (
     scan,
 )
 from flatout.data.cache import Progress
-from flatout.data.decode import ImageHeader, decode_image, read_file, read_header
-from flatout.data.image_bytes import ImageBytes
+from flatout.data.decode import ImageBytes, ImageHeader, decode_image, read_file, read_header
 from flatout.data.pixels import resize_images
 from flatout.data.source import ImageDataset, describe
 from flatout.data.splits import SPLITS

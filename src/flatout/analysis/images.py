@@ -18,8 +18,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.data.build import bits_of
 from flatout.data.cache import Progress
-from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
-from flatout.data.image_bytes import ImageBytes
+from flatout.data.decode import STRICT_PILLOW, ImageBytes, ImageHeader, decode_image, read_file, read_header
 from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import ImageDataset
 from flatout.engine import augment

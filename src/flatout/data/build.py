@@ -18,7 +18,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.config import Data, Recipe
-from flatout.config.settings import collapse_size, shown, sides
+from flatout.config.settings import collapse_size, shown
 from flatout.data.cache import (
     NotWritable,
     Progress,
@@ -28,6 +28,7 @@ from flatout.data.cache import (
     make_room,
     making,
     temporary_folder,
+    unfinished,
 )
 from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
 from flatout.data.pack import (
@@ -46,11 +47,10 @@ from flatout.data.pack import (
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.console import Console
-from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import NO_SPACE, lock, printable
+from flatout.utils.errors import InputError
+from flatout.utils.files import lock, printable
 
 _EXAMPLES = 20
-_MAKING = "making this pack"
 
 
 def find(
@@ -153,39 +153,28 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
         InputError: the folder exists, the data is a pack already, or as for `load_pack`.
     """
     if isinstance(data, DataSource) and data.kind == "pack":
-        raise InputError(f"{data.path}: is a pack already; give the data that it was pack from")
-    _refuse_existing(folder)
-    source = data if isinstance(data, ImageDataset) else data.read()
-    key = _key(data if isinstance(data, DataSource) and data.inputs else source, settings, None, report)
-    with making(folder, _MAKING, report):
-        _refuse_existing(folder)
-        try:
-            return _build(source, settings, key, folder, report)
-        finally:
-            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
-
-
-def _refuse_existing(folder: Path) -> None:
+        raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
     if folder.exists():
         raise InputError(f"{folder}: exists; choose another --out, or delete it")
+    return _build(data if isinstance(data, ImageDataset) else data.read(), settings, folder, report)
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     """Return the user's pack; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
-    bits = settings.bits or pack.bits
-    size = collapse_size((height, width))
-    has = {"image_size": size, "channels": channels, "data.resize": pack.resize, "data.bits": pack.bits}
-    wanted = (settings.size, settings.channels, settings.resize, bits)
-    differing = [key for key, value in zip(has, wanted, strict=True) if has[key] != value]
-    if differing:
-        has["image_size"] = shown(size).replace(" ", "")
-        wanted_height, wanted_width = sides(settings.size)
+    has = {
+        "image_size": shown(collapse_size((height, width))),
+        "channels": channels,
+        "data.resize": pack.resize,
+        "data.bits": pack.bits,
+    }
+    wanted = (shown(settings.size), settings.channels, settings.resize, settings.bits or pack.bits)
+    if differing := [(key, has[key], value) for key, value in zip(has, wanted, strict=True) if has[key] != value]:
+        ours, theirs = (", ".join(f"{one[0]} = {one[place]}" for one in differing) for place in (1, 2))
+        fix = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value, _ in differing)
         raise InputError(
-            f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "
-            f"to this shape by {pack.resize!r}, but the recipe wants {wanted_height} x {wanted_width} pixels, "
-            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use "
-            f"{' '.join(f'--set {key}={has[key]}' for key in differing)}, or make another pack with flatout pack"
+            f"{pack.folder}: was made with {ours}, but the recipe has {theirs}; use {fix}, or make another pack with "
+            "flatout pack"
         )
     return pack
 
@@ -215,7 +204,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
         folder, owner = temporary_folder()
         stack.callback(os.close, owner)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        pack = _build(source, settings, "", folder / "pack", report)
+        pack = _build(source, settings, folder / "pack", report)
         if not has_open_file(pack.images):
             weakref.finalize(pack.images, stack.pop_all().close)
     return replace(pack, folder=None)
@@ -224,7 +213,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
 # The cache
 
 
-def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path | None, report: Progress) -> str:
+def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except how bad images are treated."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
@@ -257,14 +246,13 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
             pack = None
     pack = pack or _open_cached(target, report)
     if pack is None:
-        with making(target, _MAKING, report):
+        with making(target, "making this pack", report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, ImageDataset) else data.read()
-                pack = _in_use(_build(source, settings, target.name, target, report))
-        for removed in make_room(cache):
-            report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+                pack = _in_use(_build(source, settings, target, report))
+        make_room(cache, report)
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
 
@@ -298,18 +286,17 @@ def _in_use(pack: Pack) -> Pack:
 # Building
 
 
-def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
+def _build(source: ImageDataset, settings: PackSettings, target: Path, report: Progress) -> Pack:
     """Make the pack in a temporary folder next to `target`, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which the packing rate must not include
 
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished = target.with_name(target.name + ".partial")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
+    needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
+    with unfinished(target, f"{len(source):,} images need", needed) as folder:
         blocks, bad = write_images(
-            unfinished,
+            folder,
             count=len(source),
             image_shape=settings.image_shape,
             bits=bits,
@@ -336,26 +323,13 @@ def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path,
             "groups": None if (groups := kept.group_numbers) is None else groups.tolist(),
             "notes": list(kept.notes),
             "skipped": skipped,
-            "key": key,
             "is_decoded": source.files is not None,
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
         }
-        publish(unfinished, target, kept.labels, description)
+        publish(folder, target, kept.labels, description)
         if source.unpacked is not None:
             source.unpacked.remove()
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        if error.errno in NO_SPACE:
-            needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
-            free = shutil.disk_usage(target.parent).free
-            raise DiskFull(
-                f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
-                f"and {free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-            ) from None
-        raise NotWritable(target.parent, error) from None
     return replace(open_pack(target, verify=False), was_cached=False)
 
 

@@ -16,15 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from flatout.config.settings import Size, sides, typed
 from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import lock, write_atomically
+from flatout.utils.files import NO_SPACE, lock, write_atomically
 from flatout.utils.host import usable_cores
-
-if TYPE_CHECKING:
-    from flatout.data.image_bytes import ImageBytes
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
@@ -41,10 +38,8 @@ _FILES_PER_TASK = 64
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 # A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
-# are stored only for files unchanged for longer than that. Ticks are 10 ms at most, or 2 s where times are whole
-# seconds.
-_RESTED_NS = 10**8
-_RESTED_NS_COARSE = 25 * 10**8
+# are stored only for files unchanged for longer than that. Ticks are 2 s at most.
+_RESTED_NS = 25 * 10**8
 
 
 class Progress(Protocol):
@@ -126,6 +121,35 @@ def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
+def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
+    """Return the error of a disk without room; `what` begins its sentence, such as "500 images need"."""
+    return DiskFull(
+        f"{folder}: the disk is full, or a limit reached: {what} {needed:,} bytes and "
+        f"{shutil.disk_usage(folder).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+    )
+
+
+@contextlib.contextmanager
+def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
+    """Yield a folder next to `target`, to be filled and renamed to it; an error removes it.
+
+    Raises:
+        DiskFull: see `disk_full` for the arguments.
+        NotWritable: the folder around it cannot be written.
+    """
+    folder = target.with_name(target.name + ".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in NO_SPACE:
+            raise disk_full(target.parent, what, needed) from None
+        raise NotWritable(target.parent, error) from None
+
+
 # Entries
 
 
@@ -143,13 +167,13 @@ class Entry:
 def entries(folder: Path | None = None) -> list[Entry]:
     """List the cache, least recently used first. Other processes may change entries concurrently."""
     folder = folder or cache_folder()
-    limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
+    paths = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
     folders = (*_DESCRIPTIONS, "downloads")
-    others = [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
+    paths += [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
     found = []
-    for path in (*limited, *others):
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            found.append(_entry(path, is_limited=path in limited))
+            found.append(_entry(path))
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -158,20 +182,18 @@ def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
     removed: list[Entry] = []
     kept: list[Entry] = []
     for entry in some:
-        (removed if _remove(entry) else kept).append(entry)
+        (removed if remove(entry.path) else kept).append(entry)
     return removed, kept
 
 
-def make_room(folder: Path) -> list[Entry]:
-    """Remove least recently used entries that are not in use, until the limit is met; return them."""
+def make_room(folder: Path, report: Progress) -> None:
+    """Remove least recently used entries that are not in use, until the limit is met, with a note for each."""
     limited = [entry for entry in entries(folder) if entry.is_limited]
     excess = sum(entry.size_bytes for entry in limited) - limit_bytes(folder)
-    removed = []
     for entry in limited[:-1]:  # the newest is about to be used
-        if excess > 0 and _remove(entry):
+        if excess > 0 and remove(entry.path):
             excess -= entry.size_bytes
-            removed.append(entry)
-    return removed
+            report.note(f"removed the least recently used entry from the cache, which is full: {entry.what}")
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -181,8 +203,8 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-def _entry(path: Path, *, is_limited: bool) -> Entry:
-    used, size_bytes = path.stat().st_mtime, 0
+def _entry(path: Path) -> Entry:
+    used, size_bytes, is_limited = path.stat().st_mtime, 0, path.parent.name in _DESCRIPTIONS
     files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in files if path.is_dir() else (path,):
         with contextlib.suppress(FileNotFoundError):
@@ -204,19 +226,19 @@ def _described(path: Path) -> str:
     return f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
 
 
-def _remove(entry: Entry) -> bool:
-    """Remove an entry unless a process uses or makes it."""
+def remove(path: Path) -> bool:
+    """Remove an entry unless a process uses or makes it; return whether it was removed."""
     locks: list[int | None] = []
     try:
-        if entry.is_limited:
-            target = entry.path.with_name(entry.path.name.removesuffix(".partial"))
+        if path.parent.name in _DESCRIPTIONS:
+            target = path.with_name(path.name.removesuffix(".partial"))
             locks.append(lock(target.with_name(target.name + ".lock"), wait=False))
             description = target / _DESCRIPTIONS[target.parent.name]
             if description.is_file():
                 locks.append(lock(description, wait=False))
         if None in locks:
             return False
-        shutil.rmtree(entry.path) if entry.path.is_dir() else entry.path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError:
         return False
     finally:
@@ -238,13 +260,11 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(
-    paths: "Sequence[ImageBytes]", *, memo: Path | None, report: Progress | None = None
-) -> Iterator[bytes]:
+def digest_files(paths: Sequence[object], *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
     """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
-        paths: the files; for images in containers, pass the containers.
+        paths: of type `Path`; for images in containers, pass the containers.
         memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
             unchanged, none is read again. If it is not writable, everything is read.
         report: receives the number of files read.
@@ -267,7 +287,7 @@ def digest_files(
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tuple[bytes, bool]:
+def _read_digests(paths: Sequence[object], report: Progress | None) -> tuple[bytes, bool]:
     """Return the digests of files, and whether their stamps can replace them next time."""
     digests, are_settled, cores = bytearray(), True, usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
@@ -284,7 +304,7 @@ def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tup
     return bytes(digests), are_settled
 
 
-def _name(path: "ImageBytes") -> str:
+def _name(path: object) -> str:
     assert isinstance(path, Path)
     return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
 
@@ -317,8 +337,7 @@ def _digest(name: str, threads: int) -> tuple[bytes, bool]:
                     digest = _blake2b(b"".join(parts))
     except OSError as error:
         return _blake2b(f"cannot be read: {error.errno}".encode()), False
-    is_rested = now_ns - changed_ns > (_RESTED_NS if changed_ns % 10**9 else _RESTED_NS_COARSE)
-    return digest, is_rested and _stamp(name) == before
+    return digest, now_ns - changed_ns > _RESTED_NS and _stamp(name) == before
 
 
 def _blake2b(content: bytes) -> bytes:

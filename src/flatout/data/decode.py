@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import simplejpeg
@@ -43,9 +43,6 @@ from flatout.data.pixels import (
     with_channels,
 )
 from flatout.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from flatout.data.image_bytes import ImageBytes
 
 # Version of the decoding, recorded in every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
@@ -103,6 +100,14 @@ _STRANGERS = {
 }
 
 
+class ImageBytes(Protocol):
+    """An encoded image: a `pathlib.Path` or a part of another file; `str()` is its name in messages."""
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes; raises OSError."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageHeader:
     """The header of an image file.
@@ -121,7 +126,7 @@ class ImageHeader:
     bits: int
 
 
-def decode_image(path: "ImageBytes | bytes", *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
+def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
     """Return the image in `path` as uint8 [height, width, channels], or uint16.
 
     Args:
@@ -147,7 +152,7 @@ def decode_image(path: "ImageBytes | bytes", *, size: Size, channels: int, resiz
     return image if image is not None else _decode_with_pillow(data, target)
 
 
-def read_header(path: "ImageBytes | bytes") -> ImageHeader:
+def read_header(path: ImageBytes | bytes) -> ImageHeader:
     """Return the header of an image file, a part of a container, or bytes, without decoding the image.
 
     Raises:
@@ -174,7 +179,7 @@ def read_header(path: "ImageBytes | bytes") -> ImageHeader:
             return ImageHeader(width=width, height=height, mode=image.mode, channels=channels, bits=bits)
 
 
-def read_headers(paths: "Sequence[ImageBytes]") -> list[ImageHeader]:
+def read_headers(paths: Sequence[ImageBytes]) -> list[ImageHeader]:
     """Return the headers of up to `SAMPLED` files, spread evenly; those that cannot be read are left out."""
     headers = []
     for position in np.unique(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED)).astype(int)):
@@ -183,7 +188,7 @@ def read_headers(paths: "Sequence[ImageBytes]") -> list[ImageHeader]:
     return headers
 
 
-def read_file(path: "ImageBytes", length: int = -1) -> bytes:
+def read_file(path: ImageBytes, length: int = -1) -> bytes:
     """Return the first `length` bytes of a file, or all bytes of a file or of a part of a container.
 
     Raises:

@@ -1,54 +1,42 @@
 """Detect the format of a path or a Python value."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.config import Data
 from flatout.config.settings import nearest_path
+from flatout.data.cache import Progress
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
+from flatout.data.pack import open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import SUFFIXES, is_archive, unpack
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
 
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
-
-# In the order of detection.
-FORMATS = (
-    folders.CLASSES_IN_NAMES,
-    arrays.IDX,
-    arrays.NUMPY,
-    arrays.CIFAR,
-    arrays.JSON,
-    shards.WEBDATASET,
-    shards.TFRECORD,
-    datasets.SAVED,
-    datasets.PARQUET,
-    tables.PADDLE,
-    tables.CSV,
-    folders.CLASS_FOLDERS,
+# In the order of detection: each takes a path, a class list or None, and options, and returns the data if the path has
+# its format.
+FORMATS: tuple[Callable[[Path, Path | None, ReadOptions], DataSource | None], ...] = (
+    folders.recognise_names,
+    arrays.recognise_idx,
+    arrays.recognise_numpy,
+    arrays.recognise_cifar,
+    arrays.recognise_json,
+    shards.recognise_webdataset,
+    shards.recognise_tfrecord,
+    datasets.recognise_saved,
+    datasets.recognise_parquet,
+    tables.recognise_paddle,
+    tables.recognise,
+    folders.recognise,
 )
 
 DIGITS = "sklearn:digits"
-# Kinds of data without a reader of their own: rows of the table in docs/data.md, see `Format`.
-OTHERS = {
-    "archive": (
-        "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
-        "its content, in one of these formats",
-    ),
-    "pack": ("the folder", "it contains `pack.json`"),
-    "digits": ("`sklearn:digits`", "scikit-learn's 1,797 handwritten digits"),
-    "Python values": (
-        "`data=` of `flatout.fit`",
-        "arrays, tensors, data sets of torch (also iterable ones) and Hugging Face, DataLoaders",
-    ),
-}
 _EXPECTED = (
     "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
     "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "
@@ -67,7 +55,7 @@ def is_pack(path: Path) -> bool:
 
 
 def recognise(
-    path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None
+    path: Path, options: Data | None = None, task: str = "auto", report: Progress | None = None
 ) -> DataSource:
     """Recognise the data at a path, or `sklearn:digits`, without reading the images.
 
@@ -105,48 +93,46 @@ def recognise(
 
 
 def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    return next((found for format in FORMATS if (found := format.recognise(path, class_list, options))), None)
+    return next((found for recognise in FORMATS if (found := recognise(path, class_list, options))), None)
 
 
 class _ArchiveReader:
-    """Reads an archive; the console, which shows the progress of unpacking, is not pickled."""
+    """Unpacks an archive and reads its content in any format; messages name the archive.
+
+    The console, which shows the progress of unpacking, is not pickled.
+    """
 
     def __init__(
-        self, path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None" = None
+        self, path: Path, class_list: Path | None, options: ReadOptions, report: Progress | None = None
     ) -> None:
         self._arguments, self._report = (path, class_list, options), report
-
-    def __call__(self) -> ImageDataset:
-        return _read_archive(*self._arguments, self._report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ArchiveReader, self._arguments
 
-
-def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> ImageDataset:
-    """Unpack an archive and read its content in any format; messages name the archive."""
-    unpacked = unpack(path, report)
-    root, folder = unpacked.folder, str(unpacked.folder)
-    # Many archives contain a single folder; others are one compressed file.
-    while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
-        root = inside[0]
-    if options.images:
-        options = replace(options, images=str(root / options.images))
-    try:
-        found = _recognise_format(root, class_list or find_class_list("", root), options)
-        if found is None:
-            raise InputError(f"{root}: {_explain(root)}")
-        source = found.read()
-    except InputError as error:
-        raise InputError(str(error).replace(folder, str(path)), error.details) from None
-    notes = tuple(note.replace(folder, str(path)) for note in source.notes)
-    return replace(source, path=path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
+    def __call__(self) -> ImageDataset:
+        path, class_list, options = self._arguments
+        unpacked = unpack(path, self._report)
+        root, folder = unpacked.folder, str(unpacked.folder)
+        # Many archives contain a single folder; others are one compressed file.
+        while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
+            root = inside[0]
+        if options.images:
+            options = replace(options, images=str(root / options.images))
+        try:
+            found = _recognise_format(root, class_list or find_class_list("", root), options)
+            if found is None:
+                raise InputError(f"{root}: {_explain(root)}")
+            source = found.read()
+        except InputError as error:
+            raise InputError(str(error).replace(folder, str(path)), error.details) from None
+        notes = tuple(note.replace(folder, str(path)) for note in source.notes)
+        return replace(source, path=path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
 
 
 def _content(folder: Path) -> list[Path]:
-    """List a folder of an archive, without empty folders and files such as a README."""
-    inside = folders.visible(folder)
-    return [e.path for e in inside if not (folders.is_empty(e.path) if e.is_dir() else _DOCUMENT.match(e.name))]
+    """List a folder of an archive, without files such as a README."""
+    return [entry.path for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
 def from_python(data: object, task: str = "auto") -> ImageDataset:
@@ -158,8 +144,6 @@ def from_python(data: object, task: str = "auto") -> ImageDataset:
 
 
 def _read_pack(path: Path) -> ImageDataset:
-    from flatout.data.pack import open_pack
-
     pack = open_pack(path)
     return ImageDataset(
         kind="pack",
@@ -176,7 +160,7 @@ def _read_pack(path: Path) -> ImageDataset:
 
 def _explain(path: Path) -> str:
     """Describe a path without a known format, and what to do."""
-    if path.is_file() and path.name.lower().endswith(_ARCHIVES):
+    if not path.is_dir() and path.name.lower().endswith(_ARCHIVES):
         return "is an archive; unpack it and give the folder"
     if path.is_file() and path.suffix.lower() in _SPREADSHEETS:
         return "is a spreadsheet; save it as CSV (UTF-8) with the columns file and label"
@@ -189,6 +173,8 @@ def _explain(path: Path) -> str:
         if archives:
             known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
             return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
+        if any(entry.name.lower().endswith(".cls") for entry in folders.visible(path)):
+            return "holds samples of WebDataset; give the shards themselves, uncompressed"
         if folders.has_images(path):
             return (
                 "holds images but nothing that names their classes; sort them into a folder for each class, or list "

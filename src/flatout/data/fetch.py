@@ -14,18 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
 
-from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, make_room, making
+from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, disk_full, make_room, making
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
-
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
 
 # Timeout of a silent connection.
 _TIMEOUT_SECONDS = 20.0
@@ -33,8 +30,6 @@ _CONNECTIONS = 16
 _WEB = ("http", "https")
 # Keys under which file systems report a file's version, such as a digest of its content.
 _VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
-_PAGE_STARTS = (b"<!doctype html", b"<html")
-_INCOMING = ".incoming"
 _SILENT = logging.NullHandler()
 
 
@@ -91,7 +86,7 @@ def is_remote(data: Any) -> bool:
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
 
-def download(url: str, report: "Progress") -> tuple[Path, int]:
+def download(url: str, report: Progress) -> tuple[Path, int]:
     """Return the local copy of a file or folder, and a descriptor to close after its use.
 
     The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
@@ -132,8 +127,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
             os.utime(target)
         descriptor = lock(target / DOWNLOAD, shared=True)
         assert descriptor is not None
-    for removed in make_room(cache_folder()):
-        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    make_room(cache_folder(), report)
     return target / name, descriptor
 
 
@@ -147,34 +141,26 @@ def _copies(shown: str) -> list[Path]:
 # --- transfer ---
 
 
-def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: "Progress") -> None:
+def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: Progress) -> None:
     """Download files to a temporary folder, then rename it. After an error, complete files are kept if valid."""
     unfinished = target.with_name(f"{target.name}.partial")
-    missing = [file for file in files if not file.is_complete(unfinished)]
+    missing = [file for file in files if file.size is None or not file.is_complete(unfinished)]
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
-    free = shutil.disk_usage(target.parent).free
-    full = DiskFull(
-        f"{target.parent}: the disk is full, or a limit reached: {server.shown} needs {needed:,} bytes and {free:,} "
-        "are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-    )
-    if needed > free:
+    full = disk_full(target.parent, f"{server.shown} needs", needed)
+    if needed > shutil.disk_usage(target.parent).free:
         raise full
     done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
     report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
-    incoming, transfers = unfinished / _INCOMING, _Transfers(unfinished, total - needed, total, report)
+    transfers = _Transfers(total - needed, total, report)
     try:
-        shutil.rmtree(incoming, ignore_errors=True)
-        incoming.mkdir(parents=True)
+        unfinished.mkdir(exist_ok=True)
         try:
-            server.get(missing, incoming, transfers)
+            server.get(missing, unfinished, transfers)
         except BaseException:
             transfers.end()
             raise
-        for file in files:
-            _verify(server, file, unfinished / file.name)
-        if server.list_files() != (name, files):
+        if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
             raise _Unusable(server.shown, "changed during the download")
-        shutil.rmtree(incoming)
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
@@ -189,58 +175,29 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         raise InputError(f"{server.shown}: {what}") from None
 
 
-def _verify(server: "_Server", file: _RemoteFile, path: Path) -> None:
-    size = path.stat().st_size
-    if file.size not in (None, size):
-        raise _Unusable(server.shown, f"changed during the download: {size:,} bytes arrived instead of {file.size:,}")
-    if server.url.startswith(_WEB):
-        with path.open("rb") as content:
-            if content.read(256).lstrip().lower().startswith(_PAGE_STARTS):
-                raise _web_page(server.shown)
-
-
 class _Transfers(Callback):
-    """Shows the number of bytes received, and moves each file to its place once complete."""
+    """Shows the number of bytes received of all files."""
 
-    def __init__(self, folder: Path, done: int, total: int, report: "Progress") -> None:
+    def __init__(self, done: int, total: int, report: Progress) -> None:
         super().__init__()
-        self._folder, self._done, self._total, self._report = folder, done, total, report
+        self._done, self._total, self._report = done, total, report
         self._has_ended = False
 
-    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfer":
-        """Return the callback of one file, whose local path is the second."""
-        return _Transfer(self, Path(path_2))
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfers":
+        """Return the callback of one file."""
+        return self
 
-    def receive(self, count: int) -> None:
+    def relative_update(self, inc: int = 1) -> None:
         """Count bytes; raises InterruptedError if the download has been given up."""
         if self._has_ended:
             raise InterruptedError
-        self._done += count
+        self._done += inc
         self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
-
-    def complete(self, path: Path) -> None:
-        """Move a file to its place."""
-        target = self._folder / path.relative_to(self._folder / _INCOMING)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
 
     def end(self) -> None:
         """Stop the tasks in fsspec's thread, which asyncio would complain about at exit."""
         logging.getLogger("asyncio").addHandler(_SILENT)
         self._has_ended = True
-
-
-class _Transfer(Callback):
-    def __init__(self, transfers: _Transfers, path: Path) -> None:
-        super().__init__()
-        self._transfers, self._path = transfers, path
-
-    def relative_update(self, inc: int = 1) -> None:
-        self._transfers.receive(inc)
-
-    def __exit__(self, *exc_args: Any) -> None:
-        if exc_args[0] is None:
-            self._transfers.complete(self._path)
 
 
 # --- fsspec ---
@@ -348,7 +305,7 @@ class _Server:
 
     def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
         if info.get("mimetype") == "text/html":
-            raise _web_page(_without_query(url))
+            raise _Unusable(_without_query(url), "is a web page, not data", "give the URL of the file itself")
         name = self._sent_names[-1] if self._sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
         name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
         if not name:
@@ -356,9 +313,9 @@ class _Server:
             raise _TransferError(_without_query(url), "names no file", fix)
         return name
 
-    def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: Any) -> None:
+    def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: _Transfers) -> None:
         """Download files, several at once."""
-        system = self._system
+        system: Any = self._system
         if not system.async_impl:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
@@ -408,10 +365,6 @@ class _Server:
         if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
             return _TransferError(url, f"access is denied ({text})", self._store.access)
         return _TransferError(url, text, "check the URL and the network")
-
-
-def _web_page(url: str) -> _TransferError:
-    return _Unusable(url, "is a web page, not data", "give the URL of the file itself")
 
 
 def _without_query(url: str) -> str:

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from flatout.config.settings import Size, sides, typed
 from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
 from flatout.data.source import describe
-from flatout.data.splits import SPLITS
 from flatout.utils.errors import InputError, first_line
 from flatout.utils.host import usable_cores
 
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
 
 IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
-# Format 1 had square images of 8 bits.
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
 # By task; packs written without a task are single-label.
 LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
 # Bytes of images per CRC-32.
@@ -311,17 +307,6 @@ def _open(folder: Path, about: dict[str, Any], verify: bool) -> Pack:
     if file_bytes != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
         raise DamagedPack(folder / IMAGES, "its size has changed")
     blocks, splits = about["blocks"], {name: (start, stop) for name, (start, stop) in about["splits"].items()}
-    stops = [0, *(stop for stop, _ in blocks)]
-    if stops != sorted(stops) or stops[-1] != len(images):
-        raise ValueError(f"blocks that are not those of {len(images):,} images")
-    bounds = [0, *(stop for _, stop in splits.values())]
-    are_in_order = list(splits) == [name for name in SPLITS if name in splits] and "train" in splits
-    if not are_in_order or list(splits.values()) != list(pairwise(bounds)) or bounds[-1] != len(labels):
-        raise ValueError(f"splits {splits} of {len(labels):,} images")
-    if not all(isinstance(text, str) for key in ("classes", "notes") for text in about[key]):
-        raise ValueError(f"classes {about['classes']}, notes {about['notes']}")
-    if task == "single-label" and (labels.min() < 0 or labels.max() >= len(about["classes"])):
-        raise ValueError(f"a label outside the {len(about['classes'])} classes")
     if verify:
         _verify_images(folder / IMAGES, blocks, images[:1].nbytes)
     return Pack(
@@ -332,7 +317,7 @@ def _open(folder: Path, about: dict[str, Any], verify: bool) -> Pack:
         classes=tuple(about["classes"]),
         splits=splits,
         groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
-        resize="squash" if about["resize"] == "stretch" else about["resize"],  # its name in format 1
+        resize=about["resize"],
         kind=about["kind"],
         notes=tuple(about["notes"]),
         skipped=about["skipped"],
@@ -349,8 +334,9 @@ def _read_description(path: Path) -> dict[str, Any]:
         version, crc32 = description["format_version"], description.pop("crc32")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedPack(path, f"{type(error).__name__}: {error}") from None
-    if version not in READABLE_VERSIONS:
-        raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
+    if version != FORMAT_VERSION:
+        fix = "update flatout, or pack the data again"
+        raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; {fix}")
     if crc32 != _json_crc32(description):
         raise DamagedPack(path, "its content has changed")
     return description

@@ -1,22 +1,118 @@
-"""Data that has been recognised (`DataSource`), and data that has been read (`ImageDataset`)."""
+"""Data that has been recognised (`DataSource`), data that has been read (`ImageDataset`), and its images in lists."""
 
+import errno
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from flatout.config import Data
-from flatout.data.image_bytes import ImageBytes, ImageBytesList
+from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
 from flatout.data.labels import count_classes, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a file; `name` is its position, such as "record 17"."""
+
+    file: Path
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of the part; raises OSError."""
+        if self.size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"it has {self.size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+        # Open only briefly: there may be thousands of files.
+        with self.file.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), self.size, self.offset)
+        if len(data) < self.size:
+            raise OSError(errno.EIO, "it is cut off")
+        return data
+
+
+class ImageBytesList(Sequence[ImageBytes]):
+    """Images in a list that stores paths and slices in few bytes: millions take little memory."""
+
+    def __init__(self, *parts: Iterable[ImageBytes]) -> None:
+        # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name, and
+        # for slices an offset and a size.
+        self._owners: list[Any] = []
+        self._numbers: dict[Any, int] = {}  # of the owners
+        self._owner, self._names, self._places = array("L"), list[str](), array("Q")
+        for part in parts:
+            if isinstance(part, ImageBytesList):
+                own = np.array([self._number_of(owner) for owner in part._owners], np.dtype("L"))
+                self._add(own[np.asarray(part._owner)], part._names, part._places)
+                continue
+            for image in part:
+                self.append(image)
+
+    @classmethod
+    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: list[str]) -> "ImageBytesList":
+        """Make a list of paths from folders and, for each path, its folder index and name."""
+        files = cls()
+        files._owners = list(folders)
+        files._add(numbers.astype(np.dtype("L")), names, array("Q", bytes(16 * len(names))))
+        return files
+
+    def _add(self, owner: np.ndarray, names: list[str], places: "array[int]") -> None:
+        self._owner.frombytes(owner.tobytes())
+        self._names += names
+        self._places += places
+
+    def _number_of(self, owner: Any) -> int:
+        """Return the index of an owner, added if new."""
+        number = len(self._owners)
+        if isinstance(owner, str | Path):
+            number = self._numbers.setdefault(owner, number)
+        if number == len(self._owners):
+            self._owners.append(owner)
+        return number
+
+    def append(self, image: ImageBytes) -> None:
+        """Add an image to the end."""
+        owner, name, offset, size = image, "", 0, 0
+        if isinstance(image, Path):
+            owner, name = os.path.split(image)
+        elif isinstance(image, Slice):
+            owner, name, offset, size = image.file, image.name, image.offset, image.size
+        self._owner.append(self._number_of(owner))
+        self._names.append(name)
+        self._places.extend((offset, size))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageBytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ImageBytes]: ...
+    def __getitem__(self, index: int | slice) -> ImageBytes | Sequence[ImageBytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        owner, name = self._owners[self._owner[index]], self._names[index]
+        if isinstance(owner, str):
+            return Path(owner, name)
+        if isinstance(owner, Path):
+            return Slice(owner, name, *self._places[2 * index : 2 * index + 2])
+        return owner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -219,17 +315,11 @@ def assemble(
         classes=found.classes,
         labels=found.values,
         splits=dict(zip(splits, pairwise(bounds), strict=True)),
-        files=_listed(images) if is_files else None,
+        files=ImageBytesList(*images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
     )
-
-
-def _listed(parts: list[Sequence[ImageBytes]]) -> ImageBytesList:
-    """Return the files of all splits; those of a single one are not copied."""
-    only = parts[0]
-    return only if len(parts) == 1 and isinstance(only, ImageBytesList) else ImageBytesList(*parts)
 
 
 def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:

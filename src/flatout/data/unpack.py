@@ -22,15 +22,21 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making
+from flatout.data.cache import (
+    UNPACKED,
+    Progress,
+    cache_folder,
+    combined_digest,
+    make_room,
+    making,
+    remove,
+    unfinished,
+)
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
-
-if TYPE_CHECKING:
-    from flatout.data.cache import Progress
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 SUFFIXES = (".zip", *TAR_SUFFIXES)
@@ -67,20 +73,10 @@ class UnpackedArchive:
     def remove(self) -> None:
         """Remove the folder, unless another process uses it."""
         self._release()
-        descriptors: list[int | None] = []
-        try:
-            descriptors.append(lock(self._entry.with_name(f"{self._entry.name}.lock"), wait=False))
-            descriptors.append(lock(self._entry / UNPACKED, wait=False))
-            if None not in descriptors:
-                shutil.rmtree(self._entry)
-        except OSError:  # another process has removed it, or the cache will do so
-            pass
-        finally:
-            for descriptor in filter(None, descriptors):
-                os.close(descriptor)
+        remove(self._entry)
 
 
-def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
+def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
     """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists.
 
     Raises:
@@ -97,42 +93,31 @@ def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
         else:
             _publish(path, entry, report)
         unpacked = UnpackedArchive(entry, entry / path.name)
-    for removed in make_room(cache_folder()):
-        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    make_room(cache_folder(), report)
     return unpacked
 
 
-def _publish(path: Path, entry: Path, report: "Progress") -> None:
+def _publish(path: Path, entry: Path, report: Progress) -> None:
     """Write the content to a temporary folder, then rename it."""
-    unfinished = entry.with_name(f"{entry.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        (unfinished / path.name).mkdir(parents=True)
-        with reading(path):
-            _write_members(path, unfinished / path.name, report)
-        write_atomically(unfinished / UNPACKED, json.dumps({"url": printable(path.absolute())}).encode())
-        unfinished.rename(entry)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise NotWritable(entry.parent, error) from None
-        raise
-
-
-def _write_members(path: Path, folder: Path, report: "Progress") -> None:
-    is_zip = path.suffix.lower() == ".zip"
-    size, free = path.stat().st_size, shutil.disk_usage(folder).free
-    total = _zip_size(path) if is_zip else size  # the least, if a tar archive is compressed
+    size = path.stat().st_size
+    with reading(path):
+        total = _zip_size(path) if path.suffix.lower() == ".zip" else size  # the least, if a tar archive is compressed
     refuse_bomb(path, size, total)
-    full = DiskFull(
-        f"{folder.parent.parent}: the disk is full: {path} needs {total:,} bytes to be unpacked, {free:,} are free; "
-        "make room, or set FLATOUT_CACHE to a folder on a larger disk"
-    )
-    if total > free:
-        raise full
-    report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
-    written = 0
-    members = _zip_members(path) if is_zip else _tar_members(path)
+    shutil.rmtree(entry.with_name(f"{entry.name}.partial"), ignore_errors=True)  # of a killed process
+    with unfinished(entry, f"unpacking {path} needs", total) as folder:
+        if total > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, "the disk is full")
+        report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
+        (folder / path.name).mkdir()
+        with reading(path):
+            _write_members(path, folder / path.name, total, report)
+        write_atomically(folder / UNPACKED, json.dumps({"url": printable(path.absolute())}).encode())
+        folder.rename(entry)
+
+
+def _write_members(path: Path, folder: Path, total: int, report: Progress) -> None:
+    size, written = path.stat().st_size, 0
+    members = _zip_members(path) if path.suffix.lower() == ".zip" else _tar_members(path)
     for count, (name, stream) in enumerate(members, start=1):
         where = f"{path}: member {printable(name)[:300]}"
         if count > _MAX_MEMBERS:
@@ -151,10 +136,6 @@ def _write_members(path: Path, folder: Path, report: "Progress") -> None:
                         report.update(min(written, total) // 10**6, max(1, total // 10**6), "MB")
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 raise InputError(f"{where}: is there twice; remove one, or unpack it and give the folder") from None
-            except OSError as error:
-                if error.errno in NO_SPACE:
-                    raise full from None
-                raise
     if not any(folder.iterdir()):
         raise InputError(f"{path}: is an empty archive")
 
@@ -290,12 +271,14 @@ def _opener(path: Path) -> Any:
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turn library errors about damaged or unreadable files into InputError."""
+    """Turn library errors about damaged or unreadable files into InputError; a full disk stays OSError."""
     try:
         yield
     except (InputError, DiskFull):
         raise
     except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise InputError(f"{where}: cannot be read: {error.strerror}") from None
         raise InputError(f"{where}: is damaged or cut off ({first_line(error)}); get it again") from None

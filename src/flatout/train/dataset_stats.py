@@ -10,7 +10,7 @@ import numpy as np
 
 from flatout.config import Recipe, from_dict
 from flatout.config.settings import Size, collapse_size, shown, sides
-from flatout.data.image_bytes import ImageBytes
+from flatout.data.decode import ImageBytes
 from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.errors import InputError
 

@@ -25,8 +25,7 @@ from flatout.inference.predictions import file_names, write_predictions, write_s
 from flatout.models.weights import save_tensors
 from flatout.report.stages import stages
 from flatout.report.verdict import verdict
-from flatout.tasks import describe_metrics
-from flatout.tasks import Task
+from flatout.tasks import Task, describe_metrics
 from flatout.train.context import Ended, TrainContext
 from flatout.train.head_stage import HeadStage
 from flatout.train.progress import Progress

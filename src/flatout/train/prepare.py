@@ -26,8 +26,7 @@ from flatout.engine.schedule import describe_scaling
 from flatout.engine.torch.accelerator import precision_of_gpu
 from flatout.models import build
 from flatout.models.pretrained import load_pretrained
-from flatout.tasks import task_of, weights_of, with_task
-from flatout.tasks import statistics
+from flatout.tasks import statistics, task_of, weights_of, with_task
 from flatout.train import claim
 from flatout.train.checkpoint import data_facts
 from flatout.train.context import RunLog

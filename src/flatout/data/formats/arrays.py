@@ -3,25 +3,19 @@
 Shape letters: N images, H height, W width, C channels.
 """
 
-import gzip
 import math
-import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from io import BufferedIOBase
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flatout.data.formats import Format
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
-from flatout.data.unpack import refuse_bomb
+from flatout.data.unpack import LimitedStream, open_decompressed, reading, refuse_bomb
 from flatout.utils.errors import InputError, first_line, one_line
 
 NUMPY_KIND, IDX_KIND, CIFAR_KIND, JSON_KIND = "NumPy arrays", "IDX files", "CIFAR binaries", "JSON triples"
@@ -49,39 +43,11 @@ def _assemble(
     return assemble(kind, path, converted, class_list=class_list, notes=notes, locate=locate, task=task)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator["BufferedIOBase | _Bounded"]:
-    """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
-    try:
-        with path.open("rb") as raw:
-            is_compressed, size = raw.read(2) == b"\x1f\x8b", raw.seek(0, os.SEEK_END)
-            raw.seek(0)
-            with gzip.open(raw) if is_compressed else raw as stream:
-                yield _Bounded(stream, path, size) if is_compressed else stream
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-class _Bounded:
-    """A compressed stream that refuses decompression bombs."""
-
-    def __init__(self, stream: BufferedIOBase, path: Path, compressed: int) -> None:
-        self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._expanded += len(data)
-        refuse_bomb(self._path, self._compressed, self._expanded)
-        return data
-
-
 # NumPy
 
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
-_NAMES = "x_train, y_train, x_test, y_test, or images and labels"
+_NAMES = "name the arrays x_train, y_train, x_test, y_test, or images and labels"
 
 
 def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
@@ -93,44 +59,42 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
     suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix == ".npz":
         return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
-    pairs: dict[str, tuple[Path, Path]] = {}
-    files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
+    if suffix == ".npy":
+        labels = path.with_name(f"{path.stem}_labels.npy")
+        if not labels.is_file():
+            raise InputError(f"{path}: its labels, {labels.name}, are not next to it; or give the folder of both")
+        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, class_list, options)
+    below = visible(path) if path.is_dir() else ()
+    files = {e.path.stem: e.path for e in below if e.name.lower().endswith(".npy") and e.is_file()}
     # The `.npy` files may be images that a CSV file lists.
-    is_listed = files and any(entry.name.lower().endswith((".csv", ".tsv")) for entry in visible(path))
-    if files and not (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
-        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
-    elif suffix == ".npy":
-        pairs = {"train": (path, _labels_beside(path))}
-    if not pairs:
+    is_listed = any(entry.name.lower().endswith((".csv", ".tsv")) for entry in below)
+    if not files or (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         return None
+    pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
+    return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, class_list, options)
+
+
+def _of_pairs(
+    kind: str,
+    path: Path,
+    pairs: dict[str, tuple[Path, Path]],
+    read: Callable[[Path, Path], tuple[np.ndarray, np.ndarray]],
+    class_list: Path | None,
+    options: ReadOptions,
+) -> DataSource:
+    """Return the data in split -> (file of images, file of labels), which `read` reads."""
+
+    def read_all() -> ImageDataset:
+        splits = {split: read(images, labels) for split, (images, labels) in pairs.items()}
+        return _assemble(
+            splits, kind, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
+        )
+
     inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataSource(
-        kind=NUMPY_KIND, path=path, inputs=inputs, read=lambda: _read_npy(path, pairs, class_list, options)
-    )
+    return DataSource(kind=kind, path=path, inputs=inputs, read=read_all)
 
 
-def _npy_files(folder: Path) -> list[Path]:
-    return [e.path for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
-
-
-def _labels_beside(path: Path) -> Path:
-    """Find the labels file, whose name differs only in the words that mean images or labels."""
-
-    def rest(file: Path) -> list[str]:
-        return [word for word in words_of(file.stem) if word not in _IMAGE_WORDS | _LABEL_WORDS]
-
-    beside = [
-        file
-        for file in _npy_files(path.parent)
-        if file.name != path.name and set(words_of(file.stem)) & _LABEL_WORDS and rest(file) == rest(path)
-    ]
-    if len(beside) != 1:
-        names = " and ".join(file.name for file in beside) or "no file"
-        raise InputError(f"{path}: {names} beside it could be its labels; name one file {path.stem}_labels.npy")
-    return beside[0]
-
-
-def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
+def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, tuple[str, str]]:
     """Find split -> (name of the images, name of the labels); names without a split word are training data."""
     found: dict[tuple[str, str], str] = {}
     for name in names:
@@ -144,22 +108,19 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
             raise InputError(f"{where}: both {both} could be the {' '.join(key)}; rename one")
         found[key] = name
     if not found:
-        raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; name the arrays {_NAMES}")
+        raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; {fix}")
     for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
         if (split, role) not in found:
             among = one_line(", ".join(names))
-            raise InputError(f"{where}: has no {role} for {split} among {among}; name the arrays {_NAMES}")
+            raise InputError(f"{where}: has no {role} for {split} among {among}; {fix}")
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
-def _read_npy(
-    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
+def _read_npy(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
     def load(file: Path) -> np.ndarray:
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
-    splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}
-    return _assemble(splits, NUMPY_KIND, path, class_list, options.task)
+    return load(images), load(labels)
 
 
 def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
@@ -198,9 +159,8 @@ def _loaded(where: str, load: Callable[[], Any]) -> Any:
 
 # IDX, the format of MNIST: http://yann.lecun.com/exdb/mnist/ (the section on the file format)
 
-_IDX_NAME = re.compile(
-    r"(?P<before>.*?)[-_.]?(?P<role>images|labels)[-_.]idx\d-(ubyte|byte|short|int)(?P<gz>\.gz)?", re.I
-)
+_IDX_NAME = re.compile(r".*(images|labels)[-_.]idx\d-(ubyte|byte|short|int)", re.I)
+_IDX_NAMES = "name the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and so on"
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -211,48 +171,28 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
         InputError: a file's partner or the training split is missing, or two files could be the same.
     """
     if not path.is_dir():
-        if _IDX_NAME.fullmatch(path.name):
+        if _IDX_NAME.fullmatch(path.name.removesuffix(".gz")):
             raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
         return None
-    files: dict[tuple[str, str], Path] = {}
+    files: dict[str, Path] = {}
     for entry in visible(path):
-        match = _IDX_NAME.fullmatch(entry.name)
-        split = split_within(match["before"]) if match else None
-        if not match or split is None or not entry.is_file():
-            continue
-        key = (split, match["role"].lower())
-        before = files.get(key)
-        # The same file compressed and not is common; the uncompressed one is faster to read.
-        if before is not None and before.name.removesuffix(".gz") != entry.name.removesuffix(".gz"):
-            raise InputError(f"{path}: both {before.name} and {entry.name} are {' '.join(key)}; move one away")
-        if before is None or not match["gz"]:
-            files[key] = entry.path
+        name = entry.name.removesuffix(".gz")
+        # The same file compressed and not is common; the uncompressed one comes first, and is faster to read.
+        if _IDX_NAME.fullmatch(name) and entry.is_file():
+            files.setdefault(name, entry.path)
     if not files:
         return None
-    for split, role in [(split, role) for split, _ in files for role in ("images", "labels")]:
-        if (split, role) not in files:
-            raise InputError(f"{path}: has no IDX file of {split} {role} beside its partner")
-    pairs = in_order({split: (files[split, "images"], files[split, "labels"]) for split, _ in files}, path)
-    inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataSource(
-        kind=IDX_KIND, path=path, inputs=inputs, read=lambda: _read_idx_set(path, pairs, class_list, options)
-    )
+    pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
+    return _of_pairs(IDX_KIND, path, in_order(pairs, path), _read_idx_pair, class_list, options)
 
 
-def _read_idx_set(
-    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
-    splits = {}
-    for split, (image_file, label_file) in pairs.items():
-        pixels, labels = read_idx(image_file), read_idx(label_file)
-        if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-            raise InputError(f"{image_file}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
-        if len(labels) != len(pixels):
-            raise InputError(f"{label_file}: {len(labels):,} labels for {len(pixels):,} images in {image_file.name}")
-        splits[split] = (pixels, labels)
-    return _assemble(
-        splits, IDX_KIND, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
-    )
+def _read_idx_pair(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
+    pixels, numbers = read_idx(images), read_idx(labels)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+        raise InputError(f"{images}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
+    if len(numbers) != len(pixels):
+        raise InputError(f"{labels}: {len(numbers):,} labels for {len(pixels):,} images in {images.name}")
+    return pixels, numbers
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -261,7 +201,8 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
         InputError: the file cannot be read, is not an IDX file, or is shorter or longer than its header says.
     """
-    with _opened(path) as stream:
+    with reading(path), open_decompressed(path) as file:
+        stream = LimitedStream(file, path)
         # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
         magic = stream.read(4)
         if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
@@ -272,7 +213,7 @@ def read_idx(path: Path) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
         content = bytearray()
         # In blocks, so that a wrong header cannot exhaust memory.
-        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 24))):
+        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 20))):
             content += block
         if len(shape) < magic[3] or len(content) < size:
             raise InputError(
@@ -357,11 +298,12 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
     import ijson
 
     pairs = [_Pair(path, SPLITS[0])]
-    try:
-        with _opened(path) as stream:
+    with reading(path), open_decompressed(path) as file:
+        stream = _Shallow(LimitedStream(file, path), path)
+        try:
             # The third level holds lists (images) and plain values (labels) in turn; an image after labels begins the
             # next pair.
-            for value in ijson.items(_Shallow(stream, path), "item.item.item", use_float=True, buf_size=1 << 20):
+            for value in ijson.items(stream, "item.item.item", use_float=True, buf_size=1 << 20):
                 if isinstance(value, list):
                     if pairs[-1].labels:
                         if len(pairs) == len(SPLITS):
@@ -373,11 +315,11 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
                 else:
                     need = "where an image or a label is expected"
                     raise InputError(f"{path}: {pairs[-1].name}: {value!r} {need}; {_JSON_LAYOUT}")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    except ijson.JSONError as error:
-        reason = str(error).partition("\n")[0].strip()
-        raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+        except ijson.JSONError as error:
+            reason = str(error).partition("\n")[0].strip()
+            raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
     count = sum(bool(pair.count) for pair in pairs)
     if count != len(SPLITS):
         fix = "" if count else "; a list of JSON objects is read from a .jsonl file, one on each line"
@@ -392,7 +334,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
 class _Shallow:
     """A JSON stream that refuses deep nesting: ijson keeps the path to each level, so memory is quadratic in depth."""
 
-    def __init__(self, stream: "BufferedIOBase | _Bounded", path: Path) -> None:
+    def __init__(self, stream: LimitedStream, path: Path) -> None:
         self._stream, self._path, self._depth, self._begun = stream, path, 0, b""
 
     def read(self, size: int) -> bytes:
@@ -508,18 +450,3 @@ def _as_array(value: Any) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, possibly on another device
         value = value.detach().cpu()
     return np.asarray(value)
-
-
-IDX = Format(IDX_KIND, "the folder", "names such as `train-images-idx3-ubyte`, with or without `.gz`", recognise_idx)
-NUMPY = Format(
-    NUMPY_KIND, "an `.npz`, an `.npy`, or a folder of `.npy`", "words in the names of arrays or files", recognise_numpy
-)
-CIFAR = Format(
-    CIFAR_KIND,
-    "the folder",
-    "`data_batch_1.bin` and `test_batch.bin`; `train.bin`, `test.bin` and `fine_label_names.txt`",
-    recognise_cifar,
-)
-JSON = Format(
-    JSON_KIND, "the `.json` or `.json.gz`", "three `[images, labels]` pairs: train, valid, test", recognise_json
-)

@@ -19,11 +19,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from flatout.data.decode import MAX_FILE_BYTES
-from flatout.data.formats import Format
+from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
 from flatout.data.formats.arrays import by_split, is_array
 from flatout.data.formats.shards import find_shards, reference
-from flatout.data.image_bytes import ImageBytes
 from flatout.data.labels import first_few
 from flatout.data.pixels import UNIT, channels_last, to_uint8
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
@@ -148,7 +146,7 @@ class Cell:
             raise OSError(errno.EIO, f"row group {self.group} cannot be read ({first_line(error)})") from None
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
-        return bytes(content)  # also of a list of numbers
+        return content
 
 
 class _Table:
@@ -246,8 +244,7 @@ def _values(array: Any) -> list[Any]:
 def _holds_images(type: Any) -> bool:
     if pa.types.is_struct(type):
         return type.get_field_index("bytes") >= 0
-    is_list = pa.types.is_list(type) or pa.types.is_large_list(type)
-    return (type.value_type == pa.uint8()) if is_list else str(type) in ("binary", "large_binary", "binary_view")
+    return str(type) in ("binary", "large_binary", "binary_view")
 
 
 def _bytes_of(array: Any) -> Any:
@@ -282,16 +279,6 @@ def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
     names = _of_items(_features(schema).get(label, {})).get("names")
     return tuple(map(str, names)) if isinstance(names, list) and names else None
 
-
-PARQUET = Format(
-    PARQUET_KIND,
-    "the folder, a `.parquet`, or a pattern with braces",
-    "a column of encoded images and one of classes",
-    recognise_parquet,
-)
-SAVED = Format(
-    SAVED_KIND, "the folder", "`dataset_dict.json`, or `dataset_info.json` and `state.json`", recognise_saved
-)
 
 # Data sets in Python
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.formats import Format
-from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, first_few
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
@@ -114,11 +112,6 @@ def has_images(folder: Path) -> bool:
     )
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether there are no files in or below a folder."""
-    return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
-
-
 # Class folders
 
 
@@ -152,15 +145,23 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
 
 
+def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[str, Path]:
+    """Return split -> file or folder, without those of no split.
+
+    Raises:
+        InputError: two mean the same split.
+    """
+    found: dict[str, Path] = {}
+    for split, part in named:
+        if split in found:
+            raise InputError(f"{path}: both {found[split].name} and {part.name} mean {split}; move one away")
+        if split:
+            found[split] = part
+    return found
+
+
 def _split_folders(path: Path) -> dict[str, Path]:
-    splits: dict[str, Path] = {}
-    for entry in _folders(path):
-        name = split_of(entry.name)
-        if name in splits:
-            raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
-        if name is not None:
-            splits[name] = entry.path
-    return splits
+    return one_per_split(path, ((split_of(entry.name), entry.path) for entry in _folders(path)))
 
 
 def _has_class_folders(folder: Path) -> bool:
@@ -290,9 +291,3 @@ def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, op
             f"data.label_pattern = {pattern.pattern!r}: finds no class in {len(others):,} names: {first_few(others, 5)}"
         )
     return assemble(NAMES_KIND, path, parts, class_list=class_list, task=options.task)
-
-
-CLASS_FOLDERS = Format(KIND, "the folder", "one folder per class, with or without split folders around them", recognise)
-CLASSES_IN_NAMES = Format(
-    NAMES_KIND, "the folder, and `--set data.label_pattern=...`", "the pattern is set", recognise_names
-)

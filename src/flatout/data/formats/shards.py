@@ -10,29 +10,27 @@ masked CRC-32C of the data: https://www.tensorflow.org/tutorials/load_data/tfrec
 
 import json
 import math
-import os
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, islice, pairwise, product
+from itertools import groupby, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
-from flatout.data.formats import Format
 from flatout.data.formats.folders import is_image_name, visible
-from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
 from flatout.data.labels import find_class_list_beside
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
-from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
+from flatout.data.unpack import is_compressed, reading, tar_members
 from flatout.utils.errors import InputError
 
 WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
 _MAX_PATHS = 100_000
+_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
 # WebDataset
@@ -45,44 +43,25 @@ _TFRECORD_NAME = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?|[^.]*-\d+-o
 _IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image_bytes", "encoded")
 _LABEL_KEYS = ("image/class/label", "label", "class", "target", "labels", "image/class/text")
 _TEXT_KEY = "image/class/text"
-_SHAPE_KEYS = (
-    ("image/height", "height", "rows"),
-    ("image/width", "width", "cols"),
-    ("image/channels", "depth", "channels", "image/depth"),
-)
 _CLASS_LISTS = ("labels.txt", "label.labels.txt")
 _MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
-def _recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise shards by the first samples of one of them: an image and its label."""
-    splits = find_shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
+    splits = find_shards(path, lambda name: name.lower().endswith(".tar"))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
-    return reference(WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options))
+    return reference(WEBDATASET_KIND, path, splits, lambda splits: _read_webdataset(path, splits, class_list, options))
 
 
-def _recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
     beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
     names = class_list or beside
     inputs = (names,) if names and not class_list else ()
-    return reference(TFRECORD_KIND, path, splits, lambda splits: read_tfrecord(path, splits, names, options), inputs)
-
-
-WEBDATASET = Format(
-    WEBDATASET_KIND,
-    "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
-    "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
-    _recognise_webdataset,
-)
-TFRECORD = Format(
-    TFRECORD_KIND,
-    "the folder, a file, or a pattern with braces",
-    "names such as `train-00000-of-00010` or `train.tfrecord`",
-    _recognise_tfrecord,
-)
+    return reference(TFRECORD_KIND, path, splits, lambda splits: _read_tfrecord(path, splits, names, options), inputs)
 
 
 # --- files ---
@@ -135,33 +114,16 @@ def expand_braces(path: Path) -> list[Path]:
     """
     if "{" not in str(path) or path.exists():
         return [path]
-    names = _expand(str(path))
-    if len(names) > _MAX_PATHS:
+    parts = [_choices(part) if i % 2 else [part] for i, part in enumerate(_BRACES.split(str(path)))]
+    if math.prod(map(len, parts)) > _MAX_PATHS:
         raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
-    return list(map(Path, names))
+    return [Path("".join(names)) for names in product(*parts)]
 
 
-def _expand(text: str) -> list[str]:
-    """Expand braces, also nested ones, stopping after limit + 1 names."""
-    marks, depth = [text.find("{")], 0
-    for place in range(marks[0], len(text)) if "{" in text else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0 or (depth == 1 and text[place] == ","):
-            marks.append(place)
-        if depth == 0:
-            break
-    else:  # without braces, or without the last one
-        return [text]
-    start, end = marks[0], marks[-1]
-    inside = (choice for a, b in pairwise(marks) for choice in _expand(text[a + 1 : b]))
-    choices = _range(text[start + 1 : end]) or inside
-    rests = _expand(text[end + 1 :])
-    return [text[:start] + choice + rest for choice, rest in islice(product(choices, rests), _MAX_PATHS + 1)]
-
-
-def _range(text: str) -> list[str]:
+def _choices(text: str) -> list[str]:
+    """Return what a pair of braces stands for; of a long range, one name more than permitted."""
     if not (match := _RANGE.fullmatch(text)):
-        return []
+        return text.split(",")
     first, last = int(match[1]), int(match[2])
     step = 1 if first <= last else -1
     return [f"{number:0{len(match[1])}}" for number in islice(range(first, last + step, step), _MAX_PATHS + 1)]
@@ -170,22 +132,19 @@ def _range(text: str) -> list[str]:
 # --- WebDataset ---
 
 
-def read_webdataset(
+def _read_webdataset(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    """Return the source of split -> shards."""
     places: dict[str, ImageBytesList] = {}
     parts: dict[str, tuple[ImageBytesList, list[Any]]] = {}
     for split, files in splits.items():
         images, labels, places[split] = ImageBytesList(), [], ImageBytesList()
         for file in files:
-            shard = ShardFile(file)
-            with shard.opened() as descriptor, open(descriptor, "rb", closefd=False) as stream:
-                stream.seek(0)
+            with reading(file), file.open("rb") as stream:
                 for key, members in _samples(member for _, member in tar_members(stream, file)):
                     image, label = _image_and_label(f"{file}: sample {key}", members, options)
-                    images.append(_slice(shard, image))
-                    places[split].append(place := _slice(shard, label))
+                    images.append(_slice(file, image))
+                    places[split].append(place := _slice(file, label))
                     labels.append(_label(place, options))
         parts[split] = images, labels
     return assemble(
@@ -201,7 +160,7 @@ def read_webdataset(
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
     first: list[tarfile.TarInfo] = []
     try:
-        with open_decompressed(file) as stream:
+        with file.open("rb") as stream:
             for _, member in tar_members(stream, file):
                 first.append(member)
                 if len(first) == _PEEKED or member.offset_data + member.size > _PEEKED_BYTES:
@@ -225,8 +184,8 @@ def _samples(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str
             yield key, {extension: member for _, extension, member in group}
 
 
-def _slice(shard: ShardFile, member: tarfile.TarInfo) -> Slice:
-    return Slice(shard, f"member {member.name}", member.offset_data, member.size)
+def _slice(file: Path, member: tarfile.TarInfo) -> Slice:
+    return Slice(file, f"member {member.name}", member.offset_data, member.size)
 
 
 def _images(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
@@ -283,8 +242,7 @@ class _NoLabel(InputError):
 
 
 class _Sample(NamedTuple):
-    place: str
-    image: Slice | np.ndarray
+    image: Slice
     labels: list[int | float | str]
     text: str
 
@@ -297,10 +255,9 @@ class _Sample(NamedTuple):
 _Features = dict[str, list[int | float | slice]]
 
 
-def read_tfrecord(
+def _read_tfrecord(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    """Return the source of split -> files; all records are read, and verified if google-crc32c is installed."""
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
     for split, files in splits.items():
@@ -310,20 +267,13 @@ def read_tfrecord(
             if split == "train":
                 raise
             notes.append(f"there is no {split} split: {error}")
-    if not _has_crc32c():
-        notes.append("the checksums of the records were not compared: that needs pip install 'flatout[tfrecord]'")
     every = [sample for some in samples.values() for sample in some]
     is_single = all(len(sample.labels) == 1 for sample in every)
     texts = _class_texts(every) if is_single and class_list is None else {}
-    parts: dict[str, tuple[Any, list[Any]]] = {}
-    are_raw = {isinstance(sample.image, np.ndarray) for sample in every}
-    shapes = {sample.image.shape for sample in every if isinstance(sample.image, np.ndarray)}
-    if len(are_raw) > 1 or len(shapes) > 1:
-        raise InputError(f"{path}: raw images must be of one size, and none encoded; their sizes are {sorted(shapes)}")
+    parts: dict[str, tuple[list[Slice], list[Any]]] = {}
     for split, some in samples.items():
-        images: list[Any] = [sample.image for sample in some]
         labels = [texts.get(sample.label, sample.label) if is_single else sample.labels for sample in some]
-        parts[split] = (np.stack(images) if shapes else images), labels
+        parts[split] = [sample.image for sample in some], labels
     return assemble(
         TFRECORD_KIND,
         path,
@@ -331,7 +281,7 @@ def read_tfrecord(
         names=tuple(texts.values()) or None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: samples[split][i].place,
+        locate=lambda split, i: str(parts[split][0][i]),
         task=options.task,
     )
 
@@ -352,41 +302,36 @@ def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
 
 
 def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
-    shard = ShardFile(file)
-    with shard.opened() as descriptor:
-        for number, (offset, record) in enumerate(_records(shard, descriptor)):
+    with reading(file):
+        if is_compressed(file):
+            raise InputError(f"{file}: is compressed; unpack it first, such as with gunzip")
+        for number, (offset, record) in enumerate(_records(file)):
             try:
                 features = _features(record)
             except (ValueError, IndexError) as error:
                 raise InputError(f"{file}: record {number}: is not a tf.train.Example ({error})") from None
-            yield _sample(shard, number, offset, record, features, options)
+            yield _sample(file, number, offset, record, features, options)
 
 
-def _records(shard: ShardFile, descriptor: int) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and data of each record, checked."""
-    offset, number = 0, 0
-    header = os.pread(descriptor, 12, 0)
-    while header:
-        where = f"{shard.path}: record {number}"
-        if len(header) < 12 or not _is_intact(header[:8], header[8:]):
-            raise InputError(f"{where}: is damaged, or this is not a TFRecord file (at byte {offset:,}); get it again")
-        length = int.from_bytes(header[:8], "little")
-        if offset + length + 16 > shard.size:
-            raise InputError(f"{where}: is cut off; get the file again")
-        if length > MAX_FILE_BYTES:
-            raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        # The data alone, which avoids a copy; then its checksum with the next header.
-        data, behind = os.pread(descriptor, length, offset + 12), os.pread(descriptor, 16, offset + 12 + length)
-        if not _is_intact(data, behind[:4]):
-            raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
-        yield offset + 12, data
-        offset, number, header = offset + length + 16, number + 1, behind[4:]
+def _records(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and data of each record; checksums are not compared."""
+    size, offset, number = file.stat().st_size, 0, 0
+    with file.open("rb") as stream:
+        while header := stream.read(12):
+            where = f"{file}: record {number}"
+            length = int.from_bytes(header[:8], "little")
+            if len(header) < 12 or offset + length + 16 > size:
+                what = f"is cut off, or this is not a TFRecord file (at byte {offset:,})"
+                raise InputError(f"{where}: {what}; get it again")
+            if length > MAX_FILE_BYTES:
+                raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+            yield offset + 12, stream.read(length)
+            stream.read(4)
+            offset, number = offset + length + 16, number + 1
 
 
-def _sample(
-    shard: ShardFile, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions
-) -> _Sample:
-    place = f"{shard.path}: record {number}"
+def _sample(file: Path, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions) -> _Sample:
+    place = f"{file}: record {number}"
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
@@ -398,21 +343,10 @@ def _sample(
             "data.file_column=KEY and --set data.label_column=KEY name others"
         )
     where = image[0]
-    shape = [_number(features, keys) for keys in _SHAPE_KEYS]
-    shape[2] = shape[2] or 1
-    pixels: Slice | np.ndarray = Slice(shard, f"record {number}", offset + where.start, where.stop - where.start)
-    if pixels.size == math.prod(shape) and pixels.size:
-        if shape[2] not in (1, 3):
-            raise InputError(f"{place}: has raw pixels of {shape[2]} channels; 1 or 3 are needed")
-        pixels = np.frombuffer(record[where], np.uint8).reshape(shape)
+    encoded = Slice(file, f"record {number}", offset + where.start, where.stop - where.start)
     named = [_text(record, label, place) if isinstance(label, slice) else label for label in labels]
     text = next((_text(record, value, place) for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
-    return _Sample(place, pixels, named, text)
-
-
-def _number(features: _Features, keys: tuple[str, ...]) -> int:
-    values = next((features[key] for key in keys if features.get(key)), [0])
-    return max(0, values[0]) if isinstance(values[0], int) else 0
+    return _Sample(encoded, named, text)
 
 
 def _text(record: bytes, value: slice, place: str) -> str:
@@ -466,7 +400,7 @@ def _int64s(record: bytes, place: slice) -> Iterator[int]:
 
 
 def masked_crc32c(data: bytes) -> bytes:
-    """Return the checksum, 4 bytes, of TFRecord files and TensorFlow's checkpoints.
+    """Return the checksum, 4 bytes, in TensorFlow's checkpoints.
 
     Raises:
         ImportError: google-crc32c is not installed.
@@ -475,21 +409,6 @@ def masked_crc32c(data: bytes) -> bytes:
 
     crc = google_crc32c.value(data)
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
-
-
-def _has_crc32c() -> bool:
-    try:
-        masked_crc32c(b"")
-    except ImportError:
-        return False
-    return True
-
-
-def _is_intact(data: bytes, checksum: bytes) -> bool:
-    try:
-        return masked_crc32c(data) == checksum
-    except ImportError:
-        return True
 
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,11 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from flatout.data.formats import Format, folders
-from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
-from flatout.data.image_bytes import ImageBytesList
+from flatout.data.formats import folders
+from flatout.data.formats.folders import is_image_name, list_files, one_per_split, visible, without_arrays
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
-from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
 
@@ -49,13 +47,10 @@ _FILE_COLUMNS = (
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
-# Such as label1 and label2, one class each.
-_NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
 _ZEROS = ("0", "0.0", "false", "False", "FALSE")
-_MINUS_ONES = ("-1", "-1.0")  # instead of 0, as in CelebA
 _ONES = ("1", "1.0", "true", "True", "TRUE")
 # PaddleClas has 0,1,0 in one cell for several labels.
 _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
@@ -76,11 +71,11 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
         return _reference(KIND, path, files, class_list, options)
     found = [entry.path for entry in visible(path) if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
-    files = _by_split(path, [(split_within(file.stem), file) for file in found])
+    files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
         below = [(split_of(entry.name), entry.path) for entry in visible(path) if entry.is_dir()]
         metadata = ((split, folder / name) for split, folder in below for name in _METADATA)
-        files = _by_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
+        files = one_per_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
     elif "train" not in files:
         is_list = len(found) == 1 and _names_images(found[0], options)
         inside = [entry.name for entry in visible(path) if entry.is_dir()]
@@ -107,7 +102,9 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         texts = [entry.path for entry in visible(path) if entry.name.lower().endswith(".txt") and entry.is_file()]
         sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
         splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
-        files = _by_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
+        files = one_per_split(
+            path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))]
+        )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
     names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
@@ -121,16 +118,6 @@ def _reference(
         return None
     files = files if "" in files else in_order(files, path)
     return DataSource(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
-
-
-def _by_split(path: Path, named: list[tuple[str | None, Path]]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for split, file in named:
-        if split in files:
-            raise InputError(f"{path}: both {files[split].name} and {file.name} mean {split}; move one away")
-        if split:
-            files[split] = file
-    return files
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
@@ -319,9 +306,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
     left = tuple(i for i in range(width) if i not in (file, split_column, group))
     if not labels and (found := named(_LABEL_COLUMNS)) is not None:
         labels = (found,)
-    if not labels:
-        labels = tuple(i for i in left if header and _NUMBERED_LABEL.fullmatch(keys[i]))
-    are_flags = header and all(body[i] in (*_ZEROS, *_MINUS_ONES, *_ONES) for i in left if i < len(body))
+    are_flags = header and all(body[i] in (*_ZEROS, *_ONES) for i in left if i < len(body))
     if not labels and (len(left) == 1 or are_flags):
         labels = left
     if not labels:
@@ -348,7 +333,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
 
 
 class _Locator:
-    """Finds the image files that rows name, with or without suffix, in any case if the match is unique.
+    """Finds the image files that rows name, without suffix if only one fits.
 
     Paths are relative to `data.images`, the folder of the list, or its subfolders named after the split (Kaggle's
     train.csv next to train_images/) or `images`. Each folder is listed once.
@@ -393,7 +378,7 @@ class _Locator:
         """Return a file's folder index, and its name within the folder."""
         parent, slash, last = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for listing in self._listings(parent or slash, split):
-            name = last if last in listing.files else listing.find_alike(last)
+            name = last if last in listing.files else listing.find_stem(last)
             if name and (not listing.files[name] or self._is_inside(listing.folder / name, split)):
                 return listing.number, name
         return None
@@ -425,30 +410,18 @@ class _Listing:
     number: int
     files: dict[str, bool]
 
-    def find_alike(self, name: str) -> str:
-        """Find the unique file with this name and a suffix, else ignoring case and Unicode composition; or ""."""
-        named = without_arrays(self._by_stem.get(name, [])) or self._by_plain_name.get(_plain(name), [])
+    def find_stem(self, stem: str) -> str:
+        """Find the unique image file with this name and a suffix; or ""."""
+        named = without_arrays(self._by_stem.get(stem, []))
         return named[0] if len(named) == 1 else ""
 
     @cached_property
     def _by_stem(self) -> dict[str, list[str]]:
-        return _grouped((name[: name.rindex(".")], name) for name in self.files if is_image_name(name))
-
-    @cached_property
-    def _by_plain_name(self) -> dict[str, list[str]]:
-        return _grouped((_plain(name), name) for name in self.files)
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for key, name in pairs:
-        found.setdefault(key, []).append(name)
-    return found
-
-
-def _plain(name: str) -> str:
-    """Normalise case and Unicode composition, which Windows and macOS ignore."""
-    return unicodedata.normalize("NFC", name).casefold()
+        found: dict[str, list[str]] = {}
+        for name in self.files:
+            if is_image_name(name):
+                found.setdefault(name[: name.rindex(".")], []).append(name)
+        return found
 
 
 # Reading
@@ -521,7 +494,7 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         notes=(*notes, *repeated),
         locate=lambda split, i: place(spans[split].start + i),
         subject=subject,
-        task=options.task if len(names) == 1 or are_flags else "multi-label",
+        task=options.task,
         groups=_read_groups(every, place) if options.group_column else None,
     )
 
@@ -560,11 +533,8 @@ def _read_part(
     )
 
 
-def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray | list[str]:
-    """Read columns of labels: as int8 [rows, columns] if they are 0 and 1 in several columns named after classes.
-
-    Several columns, each with a class name, are joined into one text.
-    """
+def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+    """Read a column of labels, or several of 0 and 1 that are named after classes as int8 [rows, columns]."""
     encoded = [column.dictionary_encode() for column in columns]
     texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
     if len(columns) == 1:
@@ -575,18 +545,14 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
             lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
             raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
         return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
-    zeros = _ZEROS if any(text in _ZEROS for some in texts for text in some) else _MINUS_ONES
-    known = {**dict.fromkeys(zeros, 0), **dict.fromkeys(_ONES, 1)}
+    known = {**dict.fromkeys(_ZEROS, 0), **dict.fromkeys(_ONES, 1)}
     tables = (np.array([known.get(text, -1) for text in some], np.int8) for some in texts)
     flags = np.stack([table[own] for table, own in zip(tables, codes, strict=True)], axis=1)
-    wrong = np.argwhere(flags < 0).tolist()
-    if not wrong:
-        return flags
-    if len(wrong) < len(flags):  # nearly all are
+    if wrong := np.argwhere(flags < 0).tolist():
         found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
         lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
-        raise InputError(f"{lines}; write 0 or 1")
-    return ["|".join(filter(None, cells)) for cells in zip(*(column.to_pylist() for column in columns), strict=True)]
+        raise InputError(f"{lines}; write 0 or 1, or several names in one column, such as cat|dog")
+    return flags
 
 
 def _list_in(cell: str) -> Any:
@@ -615,17 +581,3 @@ def _read_groups(parts: list[_Part], place: Callable[[int], str]) -> list[str]:
     if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
         raise InputError(first_few(empty))
     return groups
-
-
-PADDLE = Format(
-    PADDLE_KIND,
-    "the folder or a list",
-    "`train_list.txt`, `val_list.txt`, `test_list.txt`, or without `_list`: lines of image file, space, class",
-    recognise_paddle,
-)
-CSV = Format(
-    KIND,
-    "the file or its folder",
-    "`.csv`, `.tsv` or `.jsonl` with rows of image file and labels; Hugging Face's `metadata.csv` and `metadata.jsonl`",
-    recognise,
-)

@@ -40,8 +40,7 @@ from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
-from flatout.tasks import task_of
-from flatout.tasks import Task
+from flatout.tasks import Task, task_of
 from flatout.utils.errors import is_out_of_memory
 
 

@@ -30,8 +30,7 @@ from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import DeviceBatch, Evaluated, FrozenPrefix, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
-from flatout.tasks import task_of
-from flatout.tasks import Task
+from flatout.tasks import Task, task_of
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
