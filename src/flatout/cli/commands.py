@@ -312,16 +312,11 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     "predict runs/first cat.jpg more-photos/",
 )
 def do_predict(args: Namespace, console: Console) -> Output:
-    """Classify images with a run, or with the ONNX file that it was exported to."""
+    """Classify images with a run."""
     from flatout.inference.predict import predict, write_csv
-    from flatout.inference.run import OnnxRun, load
+    from flatout.inference.run import load
 
-    if isinstance(args.run, Path) and args.run.suffix == ".onnx" and not args.run.is_dir():
-        if args.explain is not None:
-            raise InputError("--explain: heatmaps need the run; an ONNX file has the answers alone")
-        run = OnnxRun(args.run)
-    else:
-        run = load(args.run, allow_code=args.allow_code)
+    run = load(args.run, allow_code=args.allow_code)
     flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
     # In a table, images that cannot be read are rows.
     flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
@@ -343,7 +338,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     data={"help": "images to verify on; default: the run's own"},
 )
 def do_export(args: Namespace, console: Console) -> Output:
-    """Write a run for other programs (ONNX, torch.export, Keras), verified on its test images."""
+    """Write a run for other programs (ONNX, torch.export), verified on its test images."""
     from flatout.inference.export.verify import export
     from flatout.inference.run import load
 

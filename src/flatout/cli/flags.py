@@ -71,7 +71,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "heatmaps of what the answers rest on; DIR: a new folder",
     },
-    "--format": {"metavar": "NAME", "help": "onnx, exported or keras; default: as the name of --out ends"},
+    "--format": {"metavar": "NAME", "help": "onnx or exported; default: as the name of --out ends"},
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
@@ -137,7 +137,7 @@ _FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "--csv", "
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),
-    "--format": ("onnx", "exported", "keras"),
+    "--format": ("onnx", "exported"),
     "SHELL": SHELLS,
 }
 _EXAMPLES = """Examples:

@@ -1,4 +1,4 @@
-"""Finished runs as objects: a run folder, a cross-validation, an exported ONNX file.
+"""Finished runs as objects: a run folder, a cross-validation.
 
 Shape letters: N images, H height, W width, C channels, K classes.
 """
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.config.settings import collapse_size
 from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
 from flatout.report.html import data_uri, framed
-from flatout.utils.errors import InputError, first_line, one_line
+from flatout.utils.errors import InputError
 from flatout.utils.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
     from flatout.inference.export.verify import Exported
     from flatout.tasks.base import Task
-
-# Images per batch of an ONNX file.
-_ONNX_BATCH = 32
 
 
 class Run:
@@ -212,7 +208,7 @@ class Run:
 
         Args:
             out: a new file. A cross-validation is written as the mean of its folds.
-            format: "onnx", "exported" (a `torch.export` program) or "keras"; by default, by the suffix of `out`.
+            format: "onnx" or "exported" (a `torch.export` program); by default, by the suffix of `out`.
             precision: of an ONNX file: "fp32", "fp16" or "int8".
             data: other images to verify on, and to calibrate int8 on; by default the run's own.
 
@@ -379,102 +375,6 @@ class Ensemble(Run):
         """Return the mean of the probabilities of the folds."""
         found = [run.probabilities(pixels_NHWC, tta=tta) for run in self.members]
         return Outputs(probabilities=np.mean(found, axis=0))
-
-
-class OnnxRun(Run):
-    """An exported ONNX file with the attributes of a run that `predict` needs.
-
-    Args:
-        path: a file that `flatout export` has written.
-
-    Raises:
-        InputError: the file is missing, damaged, or was written by something else.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from flatout.inference.export.formats import open_session
-
-        self.path = path
-        if not path.is_file():
-            raise InputError(f"{path}: there is no such file")
-        self._session = open_session(path)
-        try:
-            self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-            self._names = [output.name for output in self._session.get_outputs()]
-            if self._metadata.get("producer", "").startswith("flatout "):
-                self._names.index("probabilities")
-                self._checked = (
-                    self.classes,
-                    self.task,
-                    self.calibration,
-                    self.unknown_threshold,
-                )  # here, so that damage is found now
-                return
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise InputError(f"{path}: is damaged: its metadata cannot be read ({reason})") from None
-        raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        """A recipe in which only the settings for reading images are valid."""
-        found = self._metadata
-        height, width = json.loads(found["image_size"])
-        recipe = Recipe(
-            model=found["model"],
-            image_size=collapse_size((height, width)),
-            channels=int(found["channels"]),
-            epochs=1,
-            batch_size=_ONNX_BATCH,
-        )
-        return recipe.override({"task": found["task"], "data.resize": found["resize"], "data.bits": int(found["bits"])})
-
-    @cached_property
-    def classes(self) -> tuple[str, ...]:
-        """Class names, in the order of the outputs."""
-        return tuple(json.loads(self._metadata["classes"]))
-
-    @cached_property
-    def task(self) -> "Task":
-        """The task, with the thresholds of the run."""
-        from flatout.tasks import task_of
-
-        return task_of(self.recipe, tuple(json.loads(self._metadata.get("thresholds", "[]"))))
-
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """The prediction sets; the file itself applies the temperature."""
-        found = self._metadata
-        if "set_thresholds" not in found:
-            return None
-        thresholds, images = tuple(json.loads(found["set_thresholds"])), int(found["calibration_images"])
-        return Calibration(temperature=1.0, set_thresholds=thresholds, images=images)
-
-    @property
-    def unknown_threshold(self) -> float | None:
-        """The threshold of the file's output `unknown_score`."""
-        found = self._metadata.get("unknown_threshold")
-        return None if found is None else float(found)
-
-    @property
-    def model(self) -> Any:
-        """There is none."""
-        raise InputError(f"{self.path}: an ONNX file has no torch module; load the run that it was exported from")
-
-    def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return the outputs of the file; logits are log-probabilities."""
-        if tta:
-            raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
-        try:
-            found = dict(zip(self._names, self._session.run(self._names, {"images": pixels_NHWC}), strict=True))
-        except Exception as error:  # onnxruntime's own, of many types
-            raise InputError(f"{self.path}: cannot be computed, so it is damaged ({first_line(error)})") from None
-        probabilities = found["probabilities"]
-        return Outputs(
-            probabilities=probabilities,
-            logits=np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)),
-            unknown_score=found.get("unknown_score"),
-        )
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:

@@ -135,7 +135,7 @@ class ExportedModel(nn.Module):
         super().__init__()
         recipe = run.recipe
         if isinstance(run.model, KerasModule):
-            raise InputError(f"{run.path}: trained a Keras model; export it with --format keras")
+            raise InputError(f"{run.path}: trained a Keras model, which Keras saves: run.model.to_keras().save(FILE)")
         self.network = copy.deepcopy(run.model).eval().to(dtype)
         self.task, self.size, self.dtype = run.task, recipe.eval_sides, dtype
         self.views = tta_views(recipe) if recipe.tta else []
