@@ -527,7 +527,7 @@ def _reading(args: Namespace) -> Recipe:
 
 @command(
     "FILE",
-    "--model --out --mapping --check --size --classes --channels --epsilon --verbose --json",
+    "--model --out --check --size --classes --channels --verbose --json",
     "convert model.keras --model fashion-cnn --out weights.safetensors",
     FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
     model={"required": True},
@@ -543,16 +543,12 @@ def do_convert(args: Namespace, console: Console) -> Output:
     for flag, value in (("classes", args.classes), ("channels", args.channels)):
         if value is not None and value < 1:
             raise InputError(f"--{flag} {value}: must be at least 1")
-    if args.epsilon is not None and not 0 < args.epsilon < 1:
-        raise InputError(f"--epsilon {args.epsilon:g}: must be between 0 and 1")
     result = convert(
         Path(args.file),
         args.model,
         args.out,
         shape=Shape(args.classes, size_of(args.size) if args.size else None, args.channels),
-        mapping=args.mapping,
         check=args.check,
-        epsilon=args.epsilon,
         report=console.note,
     )
     return result, format_conversion(result, verbose=args.verbose)

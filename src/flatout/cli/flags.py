@@ -91,9 +91,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "for images of another shape: squash, crop to the centre, or pad with black (squash)",
     },
     "--job": {"metavar": "JOB", "help": "a built-in job or a recipe.toml"},
-    "--mapping": {"type": Path, "metavar": "FILE", "help": "TOML or JSON: layer of the model = layer of the file"},
     "--check": {"type": Path, "metavar": "NPZ", "help": "arrays images and logits of the source framework, to compare"},
-    "--epsilon": {"type": float, "metavar": "X", "help": "of the file's batch normalisation; default: its framework's"},
     "--verbose": {"action": "store_true", "help": "list which layer of the file became which of the model"},
     "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
@@ -133,7 +131,7 @@ _OPERANDS = {
 }
 # Shell completions of flags and operands that take a file or a folder.
 _FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "--csv", "DATA", "FILE")
+_FILES = ("--data", "--weights", "--classes", "--check", "--csv", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),

@@ -155,9 +155,6 @@ def fit(
     path: Path,
     sides: tuple[int, int],
     report: Callable[[str], None],
-    *,
-    mapping: Mapping[str, str] | None = None,
-    epsilon: float | None = None,
 ) -> Fitted:
     """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen.
 
@@ -165,8 +162,6 @@ def fit(
         model: from `build_model`, on the CPU.
         sides: height and width of the model's images.
         report: receives a message on the loaded weights.
-        mapping: see `convert.match.candidates`.
-        epsilon: see there.
 
     Raises:
         InputError: they do not fit; missing, unexpected and misshapen tensors are named.
@@ -177,7 +172,7 @@ def fit(
             "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
         )
     best: tuple[int, Differences, Any] | None = None
-    for how, tensors, pairs in _ways(model, source, sides, mapping, epsilon):
+    for how, tensors, pairs in _ways(model, source, sides):
         problems = _misfits(model, tensors)
         if not problems and not _loadable(model, tensors):
             problems = differences(model.state_dict(), tensors)
@@ -204,19 +199,14 @@ def fit(
 
 
 def _ways(
-    model: "nn.Module",
-    source: SourceCheckpoint,
-    sides: tuple[int, int],
-    mapping: Mapping[str, str] | None,
-    epsilon: float | None,
+    model: "nn.Module", source: SourceCheckpoint, sides: tuple[int, int]
 ) -> Iterator[tuple[str, Tensors, dict[str, str]]]:
     """Yield ways to give the file's tensors the model's names: those of torch first as they are."""
     own = model.state_dict()
-    if source.framework == "torch" and not mapping:
+    if source.framework == "torch":
         yield "by name", _strip_prefixes(source.tensors, own, _without_head(own, model)), {}
     channels = next((w.shape[1] for w in own.values() if w.ndim == 4), 3)
-    traced = trace(model, channels, *sides)
-    yield from candidates(source, model, traced, head_modules(model), mapping=mapping, epsilon=epsilon)
+    yield from candidates(source, model, trace(model, channels, *sides), head_modules(model))
 
 
 def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:

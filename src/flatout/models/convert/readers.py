@@ -76,23 +76,15 @@ def find_file(path: Path) -> Path:
         return index
     if not path.is_dir():
         raise InputError(f"--weights {path}: there is no such file or folder")
-    return next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None) or _newest_checkpoint(path)
+    return next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None) or _only_checkpoint(path)
 
 
-def _newest_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint that TensorFlow's file `checkpoint` names, or the only one."""
+def _only_checkpoint(folder: Path) -> Path:
     found = sorted(folder.glob("*.index"))
-    state = folder / "checkpoint"
-    if state.is_file():
-        lines = state.read_text(encoding="utf-8", errors="replace")[:100_000].splitlines()
-        named = [line.partition(":")[2].strip(' "') for line in lines if line.startswith("model_checkpoint_path")]
-        # Its folder may be that of another machine.
-        found = [folder / f"{Path(name).name}.index" for name in named] or found
-    if len(found) == 1 and found[0].is_file():
+    if len(found) == 1:
         return found[0]
     if found:
-        one = one_line(found[0])
-        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one}")
+        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one_line(found[-1])}")
     raise InputError(f"{folder}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
 
 
@@ -206,8 +198,6 @@ def _read_torch(path: Path) -> SourceCheckpoint:
 # `.pdparams` are pickles of a dict from names to NumPy arrays: `_build_saved_state_dict` in Paddle's
 # `python/paddle/framework/io.py`, `_unpack_saved_dict` in `io_utils.py`.
 
-# Protocols 2 and 3 split parameters of over 4 GB: name -> {"OriginShape": (...), "slices": [names]}.
-_PARTS = "UnpackBigParamInfor@@"
 _CONSTRUCTORS = {
     ("collections", "OrderedDict"),
     ("_codecs", "encode"),  # bytes in protocol 2
@@ -239,7 +229,10 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old names of NumPy's modules
             loaded = _unnested(_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load())
-        arrays = _paddle_arrays(loaded) if isinstance(loaded, dict) else {}
+        # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
+        pairs = loaded.items() if isinstance(loaded, dict) else ()
+        values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in pairs}
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         tensors = {name.replace("/", "."): _paddle_tensor(array) for name, array in arrays.items()}
     except Exception as error:  # a pickle can make the constructors raise anything
         raise damaged(path, "Paddle parameters", error if str(error) else type(error).__name__) from None
@@ -248,16 +241,6 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         raise InputError(f"{path}: holds no parameters (names with arrays), but {found}")
     _check_bytes(path, tensors, len(content))
     return SourceCheckpoint("paddle", tensors)
-
-
-def _paddle_arrays(loaded: dict[Any, Any]) -> dict[str, np.ndarray]:
-    # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
-    values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in loaded.items()}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    for name, parts in loaded.get(_PARTS, {}).items():
-        slices = [arrays.pop(part) for part in parts["slices"]]
-        arrays[str(name)] = np.concatenate([part.reshape(-1) for part in slices]).reshape(parts["OriginShape"])
-    return arrays
 
 
 def _paddle_tensor(array: np.ndarray) -> torch.Tensor:
@@ -368,8 +351,8 @@ def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[
         if variables == "vars" and hasattr(objects[name], "is_virtual") and not _SKIPPED & {*path}:
             layers.setdefault("/".join(path).strip("/"), []).append(objects[name])
     named = {_layer_name(path, objects): datasets for path, datasets in layers.items()}
-    for name in sorted(named, key=lambda name: description.order.get(_last(name), len(description.order))):
-        datasets, config = named[name], description.configs.get(_last(name), {})
+    for name in sorted(named, key=lambda name: description.order.get(last_part(name), len(description.order))):
+        datasets, config = named[name], description.configs.get(last_part(name), {})
         dims = [len(dataset.shape) for dataset in datasets]
         if len(datasets) in (2, 3, 4) and set(dims) == {1}:
             roles = _NORM_OF_THREE[bool(config.get("scale"))] if len(datasets) == 3 else _NORM[len(datasets)]
@@ -389,7 +372,8 @@ def _layer_name(path: str, objects: dict[str, Any]) -> str:
     return ".".join([*parts[:-1], last.replace(".", "_")])
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """Return the name without its scopes."""
     return name.rpartition(".")[2]
 
 
