@@ -59,9 +59,11 @@ def write_program(run: "Run", path: Path) -> Predict:
         InputError: the network cannot be exported.
     """
     program = _program(Classifier(run), run)
-    with quietly():
-        torch.export.save(program, path, extra_files={"metadata.json": json.dumps(metadata_of(run, "fp32"))})
-    module = torch.export.load(path).module()
+    # As open files, since torch demands a suffix of paths.
+    with quietly(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata_of(run, "fp32"))})
+    with path.open("rb") as file:
+        module = torch.export.load(file).module()
 
     def predict(images: np.ndarray) -> np.ndarray:
         with torch.no_grad():

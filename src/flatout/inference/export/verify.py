@@ -4,10 +4,7 @@ Shape letters: N images, H height, W width, C channels, K classes.
 """
 
 import contextlib
-import os
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +17,8 @@ from flatout.data.splits import splits_of
 from flatout.inference.evaluate import held_out, labelled
 from flatout.inference.export.formats import Predict, write_onnx, write_program
 from flatout.utils.console import Console
-from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import NO_SPACE
+from flatout.utils.errors import InputError
+from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run
@@ -104,7 +101,9 @@ def export(
     if out.exists():
         raise InputError(f"{out}: exists; choose another --out, or remove it")
     split, samples, calibration = _images(run, data, console, wants_calibration=precision == "int8")
-    with _kept(out) as temporary:
+    results: list[Exported] = []
+
+    def write(temporary: Path) -> None:
         started = time.monotonic()
         if chosen == "onnx":
             predict = write_onnx(run, temporary, precision, calibration)
@@ -121,9 +120,21 @@ def export(
             export_seconds=written - started,
             verify_seconds=time.monotonic() - written,
         )
-        if precision == "fp32":
-            _require_equal(found, worst)
-    return found
+        if precision == "fp32" and found.equal_labels < MIN_EQUAL:
+            differ = round((1 - found.equal_labels) * found.images)
+            raise InputError(
+                f"{out}: {differ:,} of {found.images:,} {split} images get another label from the export than from the "
+                f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); {worst}; the "
+                f"largest difference is {found.largest_difference:.3g}; no file was kept"
+            )
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
+        results.append(found)
+
+    with contextlib.suppress(OSError):  # the next call reports it
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, write)
+    return results[0]
 
 
 def _format_of(out: Path, wanted: str | None) -> str:
@@ -166,25 +177,6 @@ def _spread(count: int, most: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
-@contextlib.contextmanager
-def _kept(out: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `out`, which is renamed to `out` if nothing is raised."""
-    folder = out.absolute().parent / f".{out.name}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True)
-        yield folder / out.name
-        if out.exists():
-            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
-        (folder / out.name).rename(out)
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise DiskFull(f"{out}: cannot be written: {error.strerror}; free disk space") from None
-        reason = error.strerror or str(error)
-        raise InputError(f"{out}: cannot be written: {reason}; fix that, or choose another --out") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
@@ -223,17 +215,6 @@ def _compare(
         "run_metrics": metrics[1],
     }
     return figures, _worst(run, positions, expected, found, same)
-
-
-def _require_equal(found: Exported, worst: str) -> None:
-    """Raise InputError if too few labels are equal; `worst` is an image whose label differs."""
-    if found.equal_labels < MIN_EQUAL:
-        differ = round((1 - found.equal_labels) * found.images)
-        raise InputError(
-            f"{found.out}: {differ:,} of {found.images:,} {found.split} images get another label from the export than "
-            f"from the run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); {worst}; the "
-            f"largest difference is {found.largest_difference:.3g}; no file was kept"
-        )
 
 
 def check_on_noise(run: "Run", predict: Predict) -> None:
