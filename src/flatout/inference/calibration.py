@@ -446,12 +446,9 @@ def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
     if count >= MIN_IMAGES:
         return ""
     few = f"only {count} validation images" if count else "no validation images"
-    left = len(splits["train"]) + count
-    fraction = max(0.1, -(-100 * MIN_IMAGES // left) / 100)
-    fix = f"; --set data.valid_fraction={fraction:g} reserves training images for them" if fraction <= 0.5 else ""
     return (
         f"{few}: probabilities are not calibrated, and predict has neither prediction sets nor an answer for unknown "
-        f"images{fix}"
+        f"images; at least {MIN_IMAGES} are needed: --set data.valid_fraction=0.1 reserves training images for them"
     )
 
 

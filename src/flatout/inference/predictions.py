@@ -179,7 +179,7 @@ class StoredPrediction:
         actual, predicted: the label and the prediction in words.
         loss: the image's loss.
         probability: that of the prediction, or None.
-        image: uint8 [H, W, 1 or 3]; None if neither the run nor the cache has it.
+        image: uint8 [H, W, 1 or 3]; None beyond the worst ones, which the run keeps.
         file: its name; None for images that are not files, and in runs of earlier versions.
     """
 
@@ -250,7 +250,7 @@ def top_losses(run: "Run", count: int) -> StoredPredictions:
     found = _stored(run)
     losses = run.task.losses_of(found.probabilities.astype(np.float64), found.labels)
     worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
-    images = _images(run, found, worst)
+    kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
     return StoredPredictions(
         StoredPrediction(
             index=int(i),
@@ -258,10 +258,10 @@ def top_losses(run: "Run", count: int) -> StoredPredictions:
             predicted=run.task.text(found.predicted[i], run.classes),
             loss=float(losses[i]) + 0.0,  # no -0.0
             probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
-            image=image,
+            image=kept.get(int(i)),
             file=None if found.name is None else str(found.name[i]),
         )
-        for i, image in zip(worst, images, strict=True)
+        for i in worst
     )
 
 
@@ -292,23 +292,3 @@ def _stored(run: "Run") -> run_files.Predictions:
     if found is None:
         raise InputError(f"{run.path}: {missing[run_files.PREDICTIONS]}")
     return found
-
-
-def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
-    """Return images for display: those stored in the run, else those of a cached pack."""
-    from flatout.data.pack import open_pack
-
-    kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
-    pack, folder = None, run.summary.get("pack")
-    if folder and found.row is not None and not set(map(int, wanted)) <= kept.keys() and Path(folder).is_dir():
-        try:
-            pack = open_pack(Path(folder), verify=False)
-        except InputError:
-            pack = None  # the cache was cleared in the meantime
-
-    def image_of(number: int) -> np.ndarray | None:
-        if number in kept or pack is None or found.row is None:
-            return kept.get(number)
-        return run_files.visible(np.asarray(pack.images[found.row[number]])[None])[0]
-
-    return [image_of(int(number)) for number in wanted]
