@@ -358,15 +358,12 @@ def _forget_file_names(path: Path) -> None:
 
 # --- the model card ---------------------------------------------------------------------------------------------------
 
-# The hub's task names; it has none for multi-label tasks and regression.
-_PIPELINE = "image-classification"
-_METRIC_NAMES = {"map": "mAP", "f1_macro": "F1 (macro)", "f1_micro": "F1 (micro)", "mae": "MAE", "r2": "R²"}
 _MAX_ROWS = 100  # classes in the table
 
 
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
     from flatout import __version__
     from flatout.config import load_recipe
@@ -394,8 +391,13 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
     if model.startswith("python:"):
         load = f", model={model.removeprefix('python:')}()"
+    front_matter = ModelCardData(
+        library_name="flatout",
+        pipeline_tag="image-classification" if run.task.name != "regression" else None,
+        tags=["flatout", "pytorch", run.task.name, *(["timm"] if model.startswith("timm:") else ())],
+    )
     card = ModelCard.from_template(
-        _card_data(run, recipe, summary, repository),
+        front_matter,
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=_cell(repository.partition("/")[2]),
         repository=repository,
@@ -415,36 +417,6 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         version=__version__,
     )
     return str(card)
-
-
-def _card_data(run: "Run", recipe: "Recipe", summary: dict[str, Any], repository: str) -> Any:
-    """Return the front matter."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    from flatout.utils.style import finite
-
-    results = [
-        EvalResult(
-            task_type=_PIPELINE,
-            dataset_type=recipe.job or "images",
-            dataset_name=_source(recipe),
-            dataset_split=words,
-            metric_type=name,
-            metric_name=f"{words} {_METRIC_NAMES.get(name, name.replace('_', ' '))}",
-            metric_value=round(value, 6),
-        )
-        for split, words in (("test", "test"), ("valid", "validation"))
-        for name in run.task.metric_names
-        if name != "correct" and (value := finite(summary.get(f"{split}_{name}"))) is not None
-    ]
-    return ModelCardData(
-        library_name="flatout",
-        pipeline_tag=_PIPELINE if run.task.name != "regression" else None,
-        tags=["flatout", "pytorch", run.task.name, *(["timm"] if recipe.model.startswith("timm:") else ())],
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        model_name=repository.partition("/")[2] if results else None,
-        eval_results=results or None,
-    )
 
 
 def _source(recipe: "Recipe") -> str:
