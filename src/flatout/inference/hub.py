@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.config import Recipe, load_recipe
+from flatout.models.weights import read_weights, save_tensors
+from flatout.tasks import describe_metrics
 from flatout.utils.console import Console, duration
 from flatout.utils.errors import InputError, causes, first_line
 from flatout.utils.files import write_atomically
@@ -32,7 +35,6 @@ from flatout.utils.run_files import (
 )
 
 if TYPE_CHECKING:
-    from flatout.config import Recipe
     from flatout.inference.run import Run
 
 SCHEME = "hf://"
@@ -316,7 +318,6 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
 
 
 def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictures: bool) -> None:
-    from flatout.models.weights import read_weights, save_tensors
     from flatout.report.page import draw_all, readable_names
 
     folder.mkdir(parents=True)
@@ -366,8 +367,6 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     from flatout import __version__
-    from flatout.config import load_recipe
-    from flatout.tasks import describe_metrics
 
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
@@ -419,7 +418,7 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     return str(card)
 
 
-def _source(recipe: "Recipe") -> str:
+def _source(recipe: Recipe) -> str:
     return str(recipe.data.path or recipe.job or "images given in Python")
 
 

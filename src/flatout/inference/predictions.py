@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from flatout.config import Recipe
     from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
-    from flatout.inference.run import Run
     from flatout.tasks.base import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
@@ -245,38 +244,6 @@ class Confusion:
         return f'<img style="max-width:100%" src="{data_uri("image/png", self.picture.read_bytes())}">'
 
 
-def top_losses(run: "Run", count: int) -> StoredPredictions:
-    """See `Run.top_losses`."""
-    found = _stored(run)
-    losses = run.task.losses_of(found.probabilities.astype(np.float64), found.labels)
-    worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
-    kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
-    return StoredPredictions(
-        StoredPrediction(
-            index=int(i),
-            actual=run.task.text(found.labels[i], run.classes),
-            predicted=run.task.text(found.predicted[i], run.classes),
-            loss=float(losses[i]) + 0.0,  # no -0.0
-            probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
-            image=kept.get(int(i)),
-            file=None if found.name is None else str(found.name[i]),
-        )
-        for i in worst
-    )
-
-
-def confusion(run: "Run") -> Confusion:
-    """See `Run.confusion`."""
-    from flatout.tasks.single_label import SingleLabel
-    from flatout.tasks.single_label import confusion as count
-
-    if not isinstance(run.task, SingleLabel):
-        raise InputError(f"{run.path}: confusion() needs one class for each image; show() has the tables of this task")
-    found, picture = _stored(run), run.path / run_files.PICTURES[2]
-    counts = count(found.predicted, found.labels, len(run.classes))
-    return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
-
-
 def import_pandas(what: str, otherwise: str = "") -> Any:
     """Import pandas, or raise InputError that names what needs it."""
     try:
@@ -284,11 +251,3 @@ def import_pandas(what: str, otherwise: str = "") -> Any:
     except ImportError:
         raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
     return pandas
-
-
-def _stored(run: "Run") -> run_files.Predictions:
-    missing: dict[str, str] = {}
-    found = run_files.read_predictions(run.path, run.summary, missing)
-    if found is None:
-        raise InputError(f"{run.path}: {missing[run_files.PREDICTIONS]}")
-    return found

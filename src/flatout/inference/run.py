@@ -16,13 +16,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
+from flatout.inference.evaluate import evaluate
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
+from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions, import_pandas
+from flatout.models.build import build_model
+from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
+from flatout.tasks import task_of
+from flatout.tasks.single_label import SingleLabel, confusion
+from flatout.utils.console import Console, in_notebook
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.utils.run_files import (
+    FOLD,
+    KNOWN,
+    LOGS,
+    PICTURES,
+    PREDICTIONS,
+    RECIPE,
+    REPORT,
+    SUMMARY,
+    WEIGHTS,
+    Predictions,
+    read_metrics,
+    read_predictions,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +114,7 @@ class Run:
         Raises:
             InputError: pandas is not installed.
         """
-        frame = predictions.import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
+        frame = import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
         return frame.set_index("epoch") if self.epochs else frame
 
     @cached_property
@@ -105,8 +125,6 @@ class Run:
     @cached_property
     def task(self) -> "Task":
         """The task, with the thresholds and the temperature of the run."""
-        from flatout.tasks import task_of
-
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
         return task_of(self.recipe, thresholds, self.calibration.temperature if self.calibration else 1.0)
 
@@ -121,10 +139,16 @@ class Run:
         detector = self.calibration.detector if self.calibration else None
         return detector.threshold if detector else None
 
+    @property
+    def _predictions(self) -> Predictions:
+        missing: dict[str, str] = {}
+        found = read_predictions(self.path, self.summary, missing)
+        if found is None:
+            raise InputError(f"{self.path}: {missing[PREDICTIONS]}")
+        return found
+
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
-        from flatout.models.weights import read_weights
-
         return read_weights(self.path / WEIGHTS)
 
     @cached_property
@@ -134,9 +158,7 @@ class Run:
         In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` restore the unit. If a
         model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
-        from flatout.models.build import build_model
         from flatout.models.keras import KerasModule, is_keras
-        from flatout.models.weights import load_exactly
 
         given = KerasModule(self._given) if is_keras(self._given) else self._given
         if given is None and self.recipe.model.startswith("python:"):
@@ -166,9 +188,6 @@ class Run:
             engine: `torch`, `xla` or `auto`.
             tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
         """
-        from flatout.inference.evaluate import evaluate
-        from flatout.utils.console import Console
-
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
     def predict(
@@ -217,7 +236,6 @@ class Run:
                 99.99 % of the labels are equal (fp32).
         """
         from flatout.inference.export.verify import export
-        from flatout.utils.console import Console
 
         return export(self, out, format=format, precision=precision, data=data, console=Console())
 
@@ -292,7 +310,7 @@ class Run:
                 pictures += f'<img style="max-width:45%" src="{data_uri("image/png", path.read_bytes())}">'
         return f"<table>{rows}</table>{pictures}"
 
-    def top_losses(self, count: int = 9) -> "predictions.StoredPredictions":
+    def top_losses(self, count: int = 9) -> StoredPredictions:
         """Return the `count` test images (else validation images) with the highest loss, the worst first.
 
         A notebook shows them as pictures.
@@ -300,9 +318,24 @@ class Run:
         Raises:
             InputError: the run has not been tested.
         """
-        return predictions.top_losses(self, count)
+        found = self._predictions
+        losses = self.task.losses_of(found.probabilities.astype(np.float64), found.labels)
+        worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
+        kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
+        return StoredPredictions(
+            StoredPrediction(
+                index=int(i),
+                actual=self.task.text(found.labels[i], self.classes),
+                predicted=self.task.text(found.predicted[i], self.classes),
+                loss=float(losses[i]) + 0.0,  # no -0.0
+                probability=self.task.confidence(found.predicted[i], found.probabilities[i]),
+                image=kept.get(int(i)),
+                file=None if found.name is None else str(found.name[i]),
+            )
+            for i in worst
+        )
 
-    def confusion(self) -> "predictions.Confusion":
+    def confusion(self) -> Confusion:
         """Return the confusion matrix on the test images, or on the validation images if there are none.
 
         `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
@@ -310,12 +343,14 @@ class Run:
         Raises:
             InputError: the run has not been tested, or its task is not single-label.
         """
-        return predictions.confusion(self)
+        if not isinstance(self.task, SingleLabel):
+            raise InputError(f"{self.path}: confusion() needs one class for each image; show() has the tables of this task")
+        found, picture = self._predictions, self.path / PICTURES[2]
+        counts = confusion(found.predicted, found.labels, len(self.classes))
+        return Confusion(counts=counts, classes=self.classes, picture=picture if picture.is_file() else None)
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
-        from flatout.utils.console import in_notebook
-
         report = self.path / REPORT
         if not in_notebook():
             return print(report)
@@ -358,8 +393,6 @@ class Ensemble(Run):
     @cached_property
     def task(self) -> "Task":
         """The task of the labels."""
-        from flatout.tasks import task_of
-
         return task_of(self.recipe)
 
     @property

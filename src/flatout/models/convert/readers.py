@@ -11,7 +11,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeGuard
@@ -76,16 +76,15 @@ def find_file(path: Path) -> Path:
         return index
     if not path.is_dir():
         raise InputError(f"--weights {path}: there is no such file or folder")
-    return next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None) or _only_checkpoint(path)
-
-
-def _only_checkpoint(folder: Path) -> Path:
-    found = sorted(folder.glob("*.index"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one_line(found[-1])}")
-    raise InputError(f"{folder}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
+    if found := next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None):
+        return found
+    checkpoints = sorted(path.glob("*.index"))
+    if not checkpoints:
+        raise InputError(f"{path}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
+    if len(checkpoints) > 1:
+        example = one_line(checkpoints[-1])
+        raise InputError(f"{path}: holds {len(checkpoints)} checkpoints; name one of them, such as {example}")
+    return checkpoints[0]
 
 
 def read_file(path: Path) -> SourceCheckpoint:
@@ -98,10 +97,8 @@ def read_file(path: Path) -> SourceCheckpoint:
         tensors = read_weights(path)[0]
         # The format has no order.
         return SourceCheckpoint("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
-    return _reader(path)(path)
-
-
-def _reader(path: Path) -> Callable[[Path], SourceCheckpoint]:
+    if path.suffix in (".pdiparams", ".pdmodel"):
+        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -109,18 +106,15 @@ def _reader(path: Path) -> Callable[[Path], SourceCheckpoint]:
             end = file.read(8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    if path.suffix in (".pdiparams", ".pdmodel"):
-        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     if path.suffix == ".index" or end == tensorflow.MAGIC:
-        return lambda path: SourceCheckpoint("keras", tensorflow.read_variables(path))
+        return SourceCheckpoint("keras", tensorflow.read_variables(path))
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
-        return _read_h5
+        return _read_hdf5(path, path, None)
     if path.suffix == ".keras" or (start.startswith(b"PK") and _KERAS_WEIGHTS in _zip_sizes(path)):
-        return _read_keras
+        return _read_keras(path)
     is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
-    if path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES):
-        return _read_paddle
-    return _read_torch
+    is_paddle = path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES)
+    return _read_paddle(path) if is_paddle else _read_torch(path)
 
 
 def _zip_sizes(path: Path) -> dict[str, int]:
@@ -261,10 +255,6 @@ _MAX_RATIO = 20
 _NORM = {4: ("gamma", "beta", "moving_mean", "moving_variance"), 2: ("moving_mean", "moving_variance")}
 _NORM_OF_THREE = {True: ("gamma", "moving_mean", "moving_variance"), False: ("beta", "moving_mean", "moving_variance")}
 _SKIPPED = {"optimizer", "optimizer_weights", "seed_generator", "metrics", "top_level_model_weights"}
-
-
-def _read_h5(path: Path) -> SourceCheckpoint:
-    return _read_hdf5(path, path, None)
 
 
 def _read_keras(path: Path) -> SourceCheckpoint:
