@@ -67,8 +67,7 @@ def write_program(run: "Run", path: Path) -> Predict:
 
     def predict(images: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            found = module(torch.from_numpy(np.ascontiguousarray(images)))
-        return (found[0] if isinstance(found, tuple | list) else found).numpy()
+            return module(torch.from_numpy(np.ascontiguousarray(images))).numpy()
 
     return predict
 
@@ -134,7 +133,7 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
             "try --precision fp16, or --format exported"
         )
     program = _program(classifier, run)
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": classifier.outputs}
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
     try:
         with quietly():
             made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
