@@ -4,7 +4,7 @@ Shape letters: N images, C channels, H height, W width.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -191,16 +191,6 @@ def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
     return isinstance(first, nn.Conv2d) and first.stride == (1, 1)
 
 
-def _keras_order(names: Iterable[str]) -> list[str]:
-    """Sort layers of a ResNet in Keras's order of creation: the shortcut before the last convolution."""
-    ordered: list[str] = []
-    for name in names:
-        block, _, part = name.partition(".downsample.")
-        last = f"{block}.{'bn' if part == '1' else 'conv'}3"
-        ordered.insert(ordered.index(last) if part and last in ordered else len(ordered), name)
-    return ordered
-
-
 def _resnet_name(name: str) -> str | None:
     """Convert the name of a layer of Keras's ResNet to that of timm's."""
     match = _KERAS.fullmatch(last_part(name))
@@ -245,8 +235,6 @@ def candidates(
             rest = [layer for own, layer in named.items() if own not in known]
             yield adapter.candidate("by the names of ResNet's layers", known, rest)
             return
-        if source.framework == "keras":
-            trace = trace._replace(layers={name: trace.layers[name] for name in _keras_order(trace.layers)})
     # Without scopes, whose number differs: `model.net.conv1`.
     by_name = {own: layer for layer in layers if (own := _own_name(layer.name, trace))}
     if by_name:
