@@ -344,7 +344,8 @@ class Run:
             InputError: the run has not been tested, or its task is not single-label.
         """
         if not isinstance(self.task, SingleLabel):
-            raise InputError(f"{self.path}: confusion() needs one class for each image; show() has the tables of this task")
+            need = "confusion() needs one class for each image; show() has the tables of this task"
+            raise InputError(f"{self.path}: {need}")
         found, picture = self._predictions, self.path / PICTURES[2]
         counts = confusion(found.predicted, found.labels, len(self.classes))
         return Confusion(counts=counts, classes=self.classes, picture=picture if picture.is_file() else None)

@@ -138,8 +138,8 @@ def find_installed(model: str) -> InstalledWeights | None:
 def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
     """Find the file with the published weights of a model: safetensors or a torch checkpoint.
 
-    These are searched in order: the Hugging Face cache, torch.hub's cache, and installed packages. Otherwise weights are
-    downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
+    These are searched in order: the Hugging Face cache, torch.hub's cache, and installed packages. Otherwise weights
+    are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
     HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache.
 
     Args:

@@ -220,7 +220,7 @@ class _ExpectedLogits(NamedTuple):
             raise InputError(
                 f"{where}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
-                "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch normalisation "
-                "be unusual, which only .keras and .h5 files of whole models have"
+                "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch "
+                "normalisation be unusual, which only .keras and .h5 files of whole models have"
             )
         return difference, absolute

@@ -80,7 +80,8 @@ def find_file(path: Path) -> Path:
         return found
     checkpoints = sorted(path.glob("*.index"))
     if not checkpoints:
-        raise InputError(f"{path}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
+        names = ", ".join(_IN_A_FOLDER)
+        raise InputError(f"{path}: the folder holds none of {names}, and no checkpoint; name the file")
     if len(checkpoints) > 1:
         example = one_line(checkpoints[-1])
         raise InputError(f"{path}: holds {len(checkpoints)} checkpoints; name one of them, such as {example}")
