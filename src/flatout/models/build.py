@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,8 +11,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,16 +252,13 @@ def _takes(model_name: str, size: Size, channels: int) -> bool:
     import torch
     from torch import nn
 
-    classes, published_size, published_channels = default_shape(model_name)
     least = getattr(_published_config(model_name), "min_input_size", None) or (3, 1, 1)
     if any(side < smallest for side, smallest in zip(sides(size), least[1:], strict=True)):
         return False
     wanted = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
-    published = replace(wanted, image_size=published_size, channels=published_channels)
     try:
         with quiet(), seeded(0), torch.device("meta"), torch.no_grad():
-            weights = create_timm(published, classes).state_dict()
-            model = create_timm(wanted, classes, weights).eval()
+            model = create_timm(wanted, default_shape(model_name)[0], _published_shapes(model_name)).eval()
             model(torch.zeros(2, channels, *sides(size)))
     except Exception:  # timm's code may raise anything
         return False
@@ -271,6 +267,14 @@ def _takes(model_name: str, size: Size, channels: int) -> bool:
         return True
     # Pixels beyond the last full patch would be ignored.
     return not any(side % patch for side, patch in zip(sides(size), proj.stride, strict=True))
+
+
+@functools.cache
+def _published_shapes(model_name: str) -> "Tensors":
+    """Return tensors without values, shaped like the published weights of a timm network; on the meta device."""
+    classes, size, channels = default_shape(model_name)
+    published = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
+    return create_timm(published, classes).state_dict()
 
 
 # ---- factories -------------------------------------------------------------------------------------------------------
@@ -311,7 +315,7 @@ def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-        factory: Any = reduce(getattr, attribute.split("."), module)
+        factory: Any = functools.reduce(getattr, attribute.split("."), module)
         parameters = inspect.signature(factory).parameters
     except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(
