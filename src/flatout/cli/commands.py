@@ -527,7 +527,7 @@ def _reading(args: Namespace) -> Recipe:
 
 @command(
     "FILE",
-    "--model --out --check --size --classes --channels --verbose --json",
+    "--model --out --check --size --classes --channels --json",
     "convert model.keras --model fashion-cnn --out weights.safetensors",
     FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
     model={"required": True},
@@ -551,7 +551,7 @@ def do_convert(args: Namespace, console: Console) -> Output:
         check=args.check,
         report=console.note,
     )
-    return result, format_conversion(result, verbose=args.verbose)
+    return result, format_conversion(result)
 
 
 SHELLS = ("bash", "zsh", "fish")
