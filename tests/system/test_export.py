@@ -218,6 +218,28 @@ def test_classes_of_other_images_are_those_of_the_run(name: str, tmp_path: Path)
         assert np.array_equal(probabilities.argmax(axis=1), run.probabilities(part).argmax(axis=1))
 
 
+# Each run differs from others in all that its name says; no two of these have anything to do with each other.
+KINDS: dict[str, dict[str, Any]] = {
+    "several labels, 16 bits, padded": {
+        "labels": lambda y: np.eye(5, dtype=np.uint8)[:, :4][y] | np.eye(4, dtype=np.uint8)[(y + 1) % 4],
+        "bits": 16,
+        "shape": (20, 34),
+        "resize": "pad",
+    },
+    "numbers, six channels": {"labels": lambda y: y * 1.5 + 20, "channels": 6},
+    "one logit, cropped": {
+        "labels": lambda y: y // 2,
+        "loss": "binary-cross-entropy",
+        "shape": (34, 20),
+        "image_size": (16, 20),
+        "resize": "crop",
+        "stored_size": (24, 30),
+    },
+    "views": {"tta": True, "augment": {"flip": True}},
+    "folds": {"folds": 2},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_exported(kind: str, tmp_path: Path) -> None:

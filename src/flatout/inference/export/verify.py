@@ -180,9 +180,7 @@ def _spread(count: int, most: int) -> np.ndarray:
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-def _compare(
-    run: "Run", samples: Split, split: str, predict: Predict, console: Console
-) -> tuple[dict[str, Any], str]:
+def _compare(run: "Run", samples: Split, split: str, predict: Predict, console: Console) -> tuple[dict[str, Any], str]:
     """Compare a file's outputs with the run's: return fields of `Exported`, and the worst image in words.
 
     Args:

@@ -216,9 +216,7 @@ class Candidate(NamedTuple):
     pairs: dict[str, str]
 
 
-def candidates(
-    source: SourceCheckpoint, model: nn.Module, trace: Trace, heads: Collection[str]
-) -> Iterator[Candidate]:
+def candidates(source: SourceCheckpoint, model: nn.Module, trace: Trace, heads: Collection[str]) -> Iterator[Candidate]:
     """Yield the ways to match the layers of a file with those of a model, the most certain first.
 
     Args:
