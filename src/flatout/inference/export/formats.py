@@ -154,7 +154,7 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
     onnx.save(model, path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda images: session.run(["probabilities"], {"images": np.ascontiguousarray(images)})[0]
 
 
