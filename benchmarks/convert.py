@@ -54,7 +54,7 @@ def measure(file: Path, folder: Path) -> dict[str, Any]:
         "file": file.name,
     }
     out = folder / "out.safetensors"
-    options: dict[str, Any] = {"mapping": None, "check": check, "epsilon": None, "report": lambda text: None}
+    options: dict[str, Any] = {"check": check, "report": lambda text: None}
     try:
         result = convert(file, model_of(network), out, shape=Shape(), **options)
     except InputError as error:

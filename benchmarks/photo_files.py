@@ -13,8 +13,6 @@ from typing import Any
 import timm
 import torch
 
-from flatout.models.convert.match import to_timm_names
-
 Split = list[tuple[str, int]]
 
 # The networks, and the packages that hold their weights.
@@ -67,9 +65,10 @@ def timm_name(network: str) -> str:
 
 
 def timm_weights(network: str, folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return the published weights by the names of timm's network."""
+    """Return the published weights by the names of timm's network, whose layers have the same order."""
     model = timm.create_model(timm_name(network))
-    return to_timm_names(model, torch.load(weights_file(network, folder), weights_only=True))
+    weights = torch.load(weights_file(network, folder), weights_only=True)
+    return dict(zip(model.state_dict(), weights.values(), strict=True))
 
 
 def create_network(network: str, folder: Path | None) -> Any:

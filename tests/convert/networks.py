@@ -13,7 +13,6 @@ MODELS = {
     "keras-resnet": f"{Path(__file__).resolve()}:keras_resnet",
     "torch-resnet": f"{Path(__file__).resolve()}:torch_resnet",
     "shallow-resnet": f"{Path(__file__).resolve()}:shallow_resnet",
-    "whole-map": f"{Path(__file__).resolve()}:whole_map",
 }
 
 
@@ -43,9 +42,3 @@ def torch_resnet(num_classes: int, channels: int = 1, depths: tuple[int, ...] = 
 
     block: Any = Bottleneck
     return ResNet(block, depths, num_classes=num_classes, in_chans=channels, channels=(4, 8, 8, 8))
-
-
-def whole_map(num_classes: int, **_: Any) -> nn.Module:
-    """A depthwise convolution, and one over the whole feature map in place of a linear layer."""
-    first = (nn.Conv2d(3, 3, 3, groups=3), nn.ReLU(), nn.Conv2d(3, 4, (2, 3)), nn.ReLU(), nn.Flatten())
-    return nn.Sequential(*first, nn.Linear(4, num_classes))

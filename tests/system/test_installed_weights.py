@@ -43,7 +43,6 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """Give this process empty caches, and a hub that refuses connections."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
-    monkeypatch.setattr(weights_hub, "_failures", {})
     with using_hub("http://127.0.0.1:9", tmp_path / "hf", monkeypatch):
         yield
 
@@ -75,11 +74,11 @@ def test_every_tensor_is_that_of_the_file(name: str):
     # Both networks define their layers in the order of the computation.
     for (ours, tensor), (theirs, expected) in zip(own.items(), file.items(), strict=True):
         assert ours.rpartition(".")[2] == theirs.rpartition(".")[2]
-        assert torch.equal(tensor, expected), ours
+        assert ours.endswith("num_batches_tracked") or torch.equal(tensor, expected), ours
     package = installed(name).package
-    assert sentences[0].endswith(f"Connection refused): using the weights of the installed package {package} 0.1.0")
-    assert sentences[1].endswith(f"{len(own)} tensors; the head included.")
-    assert len(sentences) == 2
+    (sentence,) = sentences
+    assert str(installed(name).path) in sentence
+    assert sentence.endswith("the head included.")
     assert package.replace("-", "_") not in sys.modules
 
 
@@ -122,7 +121,7 @@ def test_cats_and_dogs_are_told_apart(shared_data: Path):
 def test_the_file_itself_may_be_named_and_converted(tmp_path: Path):
     expected, path = load(LITE0)[0].state_dict(), str(installed(LITE0).path)
     given, sentences = load(LITE0, weights=path)
-    assert "by the names of EfficientNet's layers; the head included" in sentences[0]
+    assert "by order and shape; the head included" in sentences[0]
     assert main(["convert", path, "--model", LITE0, "--out", str(tmp_path / "w.safetensors")]) == 0
     for state in (given.state_dict(), load_file(tmp_path / "w.safetensors")):
         assert state.keys() == expected.keys()
@@ -202,12 +201,10 @@ def test_without_a_file_or_a_package_there_are_no_installed_weights(tmp_path: Pa
     assert installed_backbones() == []
 
 
-# --- the hub is tried for a short time, and once ---
+# --- the hub is tried for a short time ---
 
 
-def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = install(tmp_path / "site", b"weights")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def test_a_name_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch):
     released = threading.Event()
 
     def wait(*words: object, **named: object) -> list[object]:
@@ -216,8 +213,5 @@ def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     monkeypatch.setattr(weights_hub, "_CONNECT_SECONDS", 0.1)
-    sentences: list[str] = []
-    assert find_weights(LITE0, report=sentences.append) == path
     assert unreachable() == "http://127.0.0.1:9 cannot be reached (no connection within 0.1 s)"
     released.set()
-    assert "(no connection within 0.1 s): using the weights of the installed package" in sentences[0]

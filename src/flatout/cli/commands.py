@@ -308,16 +308,11 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     "predict runs/first cat.jpg more-photos/",
 )
 def do_predict(args: Namespace, console: Console) -> Output:
-    """Classify images with a run, or with the ONNX file that it was exported to."""
+    """Classify images with a run."""
     from flatout.inference.predict import predict, write_csv
-    from flatout.inference.run import OnnxRun, load
+    from flatout.inference.run import load
 
-    if isinstance(args.run, Path) and args.run.suffix == ".onnx" and not args.run.is_dir():
-        if args.explain is not None:
-            raise InputError("--explain: heatmaps need the run; an ONNX file has the answers alone")
-        run = OnnxRun(args.run)
-    else:
-        run = load(args.run, allow_code=args.allow_code)
+    run = load(args.run, allow_code=args.allow_code)
     flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
     # In a table, images that cannot be read are rows.
     flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
@@ -339,7 +334,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     data={"help": "images to verify on; default: the run's own"},
 )
 def do_export(args: Namespace, console: Console) -> Output:
-    """Write a run for other programs (ONNX, torch.export, Keras), verified on its test images."""
+    """Write a run for other programs (ONNX, torch.export), verified on its test images."""
     from flatout.inference.export.verify import export
     from flatout.inference.run import load
 
@@ -541,7 +536,7 @@ def _reading(args: Namespace) -> Recipe:
 
 @command(
     "FILE",
-    "--model --out --mapping --check --size --classes --channels --epsilon --verbose --json",
+    "--model --out --check --size --classes --channels --json",
     "convert model.keras --model fashion-cnn --out weights.safetensors",
     FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
     model={"required": True},
@@ -557,19 +552,15 @@ def do_convert(args: Namespace, console: Console) -> Output:
     for flag, value in (("classes", args.classes), ("channels", args.channels)):
         if value is not None and value < 1:
             raise InputError(f"--{flag} {value}: must be at least 1")
-    if args.epsilon is not None and not 0 < args.epsilon < 1:
-        raise InputError(f"--epsilon {args.epsilon:g}: must be between 0 and 1")
     result = convert(
         Path(args.file),
         args.model,
         args.out,
         shape=Shape(args.classes, size_of(args.size) if args.size else None, args.channels),
-        mapping=args.mapping,
         check=args.check,
-        epsilon=args.epsilon,
         report=console.note,
     )
-    return result, format_conversion(result, verbose=args.verbose)
+    return result, format_conversion(result)
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -70,7 +70,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "heatmaps of what the answers rest on; DIR: a new folder",
     },
-    "--format": {"metavar": "NAME", "help": "onnx, exported or keras; default: as the name of --out ends"},
+    "--format": {"metavar": "NAME", "help": "onnx or exported; default: as the name of --out ends"},
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
@@ -84,10 +84,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "for images of another shape: squash, crop to the centre, or pad with black (squash)",
     },
     "--job": {"metavar": "JOB", "help": "a built-in job or a recipe.toml"},
-    "--mapping": {"type": Path, "metavar": "FILE", "help": "TOML or JSON: layer of the model = layer of the file"},
     "--check": {"type": Path, "metavar": "NPZ", "help": "arrays images and logits of the source framework, to compare"},
-    "--epsilon": {"type": float, "metavar": "X", "help": "of the file's batch normalisation; default: its framework's"},
-    "--verbose": {"action": "store_true", "help": "list which layer of the file became which of the model"},
     "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
     "--weak": {"action": "store_true", "help": "weak scaling: the batch grows with the number of devices"},
@@ -126,11 +123,11 @@ _OPERANDS = {
 }
 # Shell completions of flags and operands that take a file or a folder.
 _FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "--csv", "DATA", "FILE")
+_FILES = ("--data", "--weights", "--classes", "--check", "--csv", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),
-    "--format": ("onnx", "exported", "keras"),
+    "--format": ("onnx", "exported"),
     "SHELL": SHELLS,
 }
 _EXAMPLES = """Examples:

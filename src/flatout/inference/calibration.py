@@ -37,8 +37,6 @@ KNOWN_SHARE = 0.95
 TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
 # Shrinkage: this share of the mean variance is added in every direction.
 SHRINKAGE = 0.01
-# Test-time augmentation of earlier versions lost the energy: the stored values are rounding errors, and are ignored.
-_MIN_ENERGY_SCALE = 1e-6
 # Images converted to float64 at a time.
 _AT_ONCE = 256
 # The arrays of `FeatureStats`, as `known.safetensors` names them.
@@ -353,8 +351,6 @@ class Calibration:
         detector = None
         if "unknown" in metadata:
             centre, scale, threshold = json.loads(metadata["unknown"])
-            if scale[0] < _MIN_ENERGY_SCALE:
-                scale[0] = math.inf
             tensors = read_weights(path)[0] if path.is_file() else {}
             is_whole = tensors.keys() >= set(_ARRAYS)
             stats = FeatureStats(**{name: tensors[name].numpy() for name in _ARRAYS}) if is_whole else None
@@ -450,12 +446,9 @@ def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
     if count >= MIN_IMAGES:
         return ""
     few = f"only {count} validation images" if count else "no validation images"
-    left = len(splits["train"]) + count
-    fraction = max(0.1, -(-100 * MIN_IMAGES // left) / 100)
-    fix = f"; --set data.valid_fraction={fraction:g} reserves training images for them" if fraction <= 0.5 else ""
     return (
         f"{few}: probabilities are not calibrated, and predict has neither prediction sets nor an answer for unknown "
-        f"images{fix}"
+        f"images; at least {MIN_IMAGES} are needed: --set data.valid_fraction=0.1 reserves training images for them"
     )
 
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import nn
 from torch.nn import functional
 
 from flatout.engine import augment, pixels
 from flatout.models.keras import KerasModule
-from flatout.report.pictures import heat_scale, overlaid
-from flatout.utils import style
+from flatout.report.pictures import overlaid
 from flatout.utils.errors import InputError
 from flatout.utils.files import write_atomically
 from flatout.utils.run_files import visible
@@ -42,8 +41,8 @@ MAX_LAYERS = 40
 SAME_SHAPE = 1.3
 # Images per batch, whose activations are kept.
 _AT_ONCE = 8
-# Images are enlarged to at least this many pixels; the height of the colour scale below them.
-_MIN_PIXELS, _SCALE_PIXELS = 192, 20
+# Images are enlarged to at least this many pixels.
+_MIN_PIXELS = 192
 
 
 def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -200,21 +199,13 @@ class HeatmapWriter:
 
 
 def _side_by_side(image_HWC: np.ndarray, overlay_HWC: np.ndarray) -> bytes:
-    """Return a PNG of both with a colour scale below; tiny images are enlarged by a whole factor."""
+    """Return a PNG of both; tiny images are enlarged by a whole factor."""
     factor = max(1, -(-_MIN_PIXELS // max(image_HWC.shape[:2])))
-    gap = np.full((image_HWC.shape[0] * factor, 8, 3), 255, np.uint8)
-    both = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in (image_HWC, overlay_HWC)]
-    first, second = (one.repeat(factor, axis=0).repeat(factor, axis=1) for one in both)
-    rows = np.concatenate([first, gap, second], axis=1)
-    picture = Image.fromarray(np.pad(rows, ((0, _SCALE_PIXELS), (0, 0), (0, 0)), constant_values=255))
-    left, middle = first.shape[1] + gap.shape[1], rows.shape[0] + _SCALE_PIXELS // 2
-    draw = ImageDraw.Draw(picture)
-    start = left + int(draw.textlength("little")) + 6
-    stop = picture.width - int(draw.textlength("most")) - 6
-    bar = Image.fromarray(np.repeat(heat_scale(max(1, stop - start)), 8, axis=0))
-    picture.paste(bar, (start, middle - 4))
-    draw.text((left, middle), "little", fill=style.INK, anchor="lm")
-    draw.text((picture.width, middle), "most", fill=style.INK, anchor="rm")
+    first, second = (
+        np.broadcast_to(one, (*one.shape[:2], 3)).repeat(factor, axis=0).repeat(factor, axis=1)
+        for one in (image_HWC, overlay_HWC)
+    )
+    gap = np.full((len(first), 8, 3), 255, np.uint8)
     buffer = io.BytesIO()
-    picture.save(buffer, format="png")
+    Image.fromarray(np.concatenate([first, gap, second], axis=1)).save(buffer, format="png")
     return buffer.getvalue()

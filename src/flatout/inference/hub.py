@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.config import Recipe, load_recipe
+from flatout.models.weights import read_weights, save_tensors
+from flatout.tasks import describe_metrics
 from flatout.utils.console import Console, duration
 from flatout.utils.errors import InputError, causes, first_line
 from flatout.utils.files import write_atomically
@@ -31,7 +34,6 @@ from flatout.utils.run_files import (
 )
 
 if TYPE_CHECKING:
-    from flatout.config import Recipe
     from flatout.inference.run import Run
 
 SCHEME = "hf://"
@@ -313,7 +315,6 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
 
 
 def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictures: bool) -> None:
-    from flatout.models.weights import read_weights, save_tensors
     from flatout.report.page import draw_all
 
     folder.mkdir(parents=True)
@@ -351,19 +352,14 @@ def _forget_file_names(path: Path) -> None:
 
 # --- the model card ---------------------------------------------------------------------------------------------------
 
-# The hub's task names; it has none for multi-label tasks and regression.
-_PIPELINE = "image-classification"
-_METRIC_NAMES = {"map": "mAP", "f1_macro": "F1 (macro)", "f1_micro": "F1 (micro)", "mae": "MAE", "r2": "R²"}
 _MAX_ROWS = 100  # classes in the table
 
 
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
     from flatout import __version__
-    from flatout.config import load_recipe
-    from flatout.tasks import describe_metrics
 
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
@@ -387,8 +383,13 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
     if model.startswith("python:"):
         load = f", model={model.removeprefix('python:')}()"
+    front_matter = ModelCardData(
+        library_name="flatout",
+        pipeline_tag="image-classification" if run.task.name != "regression" else None,
+        tags=["flatout", "pytorch", run.task.name, *(["timm"] if model.startswith("timm:") else ())],
+    )
     card = ModelCard.from_template(
-        _card_data(run, recipe, summary, repository),
+        front_matter,
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=_cell(repository.partition("/")[2]),
         repository=repository,
@@ -410,37 +411,7 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     return str(card)
 
 
-def _card_data(run: "Run", recipe: "Recipe", summary: dict[str, Any], repository: str) -> Any:
-    """Return the front matter."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    from flatout.utils.style import finite
-
-    results = [
-        EvalResult(
-            task_type=_PIPELINE,
-            dataset_type=recipe.job or "images",
-            dataset_name=_source(recipe),
-            dataset_split=words,
-            metric_type=name,
-            metric_name=f"{words} {_METRIC_NAMES.get(name, name.replace('_', ' '))}",
-            metric_value=round(value, 6),
-        )
-        for split, words in (("test", "test"), ("valid", "validation"))
-        for name in run.task.metric_names
-        if name != "correct" and (value := finite(summary.get(f"{split}_{name}"))) is not None
-    ]
-    return ModelCardData(
-        library_name="flatout",
-        pipeline_tag=_PIPELINE if run.task.name != "regression" else None,
-        tags=["flatout", "pytorch", run.task.name, *(["timm"] if recipe.model.startswith("timm:") else ())],
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        model_name=repository.partition("/")[2] if results else None,
-        eval_results=results or None,
-    )
-
-
-def _source(recipe: "Recipe") -> str:
+def _source(recipe: Recipe) -> str:
     return str(recipe.data.path or recipe.job or "images given in Python")
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from flatout.config import Recipe
     from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
-    from flatout.inference.run import Run
     from flatout.tasks import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
@@ -180,7 +179,7 @@ class StoredPrediction:
         actual, predicted: the label and the prediction in words.
         loss: the image's loss.
         probability: that of the prediction, or None.
-        image: uint8 [H, W, 1 or 3]; None if neither the run nor the cache has it.
+        image: uint8 [H, W, 1 or 3]; None beyond the worst ones, which the run keeps.
         file: its name; None for images that are not files, and in runs of earlier versions.
     """
 
@@ -246,35 +245,6 @@ class Confusion:
         return f'<img style="max-width:100%" src="{data_uri("image/png", self.picture.read_bytes())}">'
 
 
-def top_losses(run: "Run", count: int) -> StoredPredictions:
-    """See `Run.top_losses`."""
-    found = _stored(run)
-    losses = run.task.losses_of(found.probabilities.astype(np.float64), found.labels)
-    worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
-    images = _images(run, found, worst)
-    return StoredPredictions(
-        StoredPrediction(
-            index=int(i),
-            actual=run.task.text(found.labels[i], run.classes),
-            predicted=run.task.text(found.predicted[i], run.classes),
-            loss=float(losses[i]) + 0.0,  # no -0.0
-            probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
-            image=image,
-            file=None if found.name is None else str(found.name[i]),
-        )
-        for i, image in zip(worst, images, strict=True)
-    )
-
-
-def confusion(run: "Run") -> Confusion:
-    """See `Run.confusion`."""
-    if run.task.name != "single-label":
-        raise InputError(f"{run.path}: confusion() needs one class for each image; show() has the tables of this task")
-    found, picture = _stored(run), run.path / run_files.PICTURES[2]
-    counts = tasks.confusion(found.predicted, found.labels, len(run.classes))
-    return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
-
-
 def import_pandas(what: str, otherwise: str = "") -> Any:
     """Import pandas, or raise InputError that names what needs it."""
     try:
@@ -282,14 +252,6 @@ def import_pandas(what: str, otherwise: str = "") -> Any:
     except ImportError:
         raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
     return pandas
-
-
-def _stored(run: "Run") -> run_files.Predictions:
-    missing: dict[str, str] = {}
-    found = run_files.read_predictions(run.path, run.summary, missing)
-    if found is None:
-        raise InputError(f"{run.path}: {missing[run_files.PREDICTIONS]}")
-    return found
 
 
 def pack_images(summary: Mapping[str, Any], found: run_files.Predictions) -> np.ndarray | None:
@@ -302,17 +264,3 @@ def pack_images(summary: Mapping[str, Any], found: run_files.Predictions) -> np.
         return open_pack(Path(summary["pack"]), verify=False).images
     except (InputError, OSError):
         return None
-
-
-def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
-    """Return images for display: those stored in the run, else those of a cached pack."""
-    kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
-    is_kept = set(map(int, wanted)) <= kept.keys()
-    pack = None if is_kept else pack_images(run.summary, found)
-
-    def image_of(number: int) -> np.ndarray | None:
-        if number in kept or pack is None or found.row is None:
-            return kept.get(number)
-        return run_files.visible(np.asarray(pack[found.row[number]])[None])[0]
-
-    return [image_of(int(number)) for number in wanted]

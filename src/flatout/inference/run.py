@@ -1,4 +1,4 @@
-"""Finished runs as objects: a run folder, a cross-validation, an exported ONNX file.
+"""Finished runs as objects: a run folder, a cross-validation.
 
 Shape letters: N images, H height, W width, C channels, K classes.
 """
@@ -16,23 +16,39 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.config.settings import collapse_size
-from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
+from flatout.inference.evaluate import evaluate
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
+from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions, import_pandas
+from flatout.models.build import build_model
+from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
-from flatout.utils.errors import InputError, first_line, one_line
-from flatout.utils.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.tasks import task_of
+from flatout.tasks import SingleLabel, confusion
+from flatout.utils.console import Console, in_notebook
+from flatout.utils.errors import InputError
+from flatout.utils.run_files import (
+    FOLD,
+    KNOWN,
+    LOGS,
+    PICTURES,
+    PREDICTIONS,
+    RECIPE,
+    REPORT,
+    SUMMARY,
+    WEIGHTS,
+    Predictions,
+    read_metrics,
+    read_predictions,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
     from flatout.inference.export.verify import Exported
     from flatout.tasks import Task
-
-# Images per batch of an ONNX file.
-_ONNX_BATCH = 32
 
 
 class Run:
@@ -98,7 +114,7 @@ class Run:
         Raises:
             InputError: pandas is not installed.
         """
-        frame = predictions.import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
+        frame = import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
         return frame.set_index("epoch") if self.epochs else frame
 
     @cached_property
@@ -109,8 +125,6 @@ class Run:
     @cached_property
     def task(self) -> "Task":
         """The task, with the thresholds and the temperature of the run."""
-        from flatout.tasks import task_of
-
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
         return task_of(self.recipe, thresholds, self.calibration.temperature if self.calibration else 1.0)
 
@@ -125,10 +139,16 @@ class Run:
         detector = self.calibration.detector if self.calibration else None
         return detector.threshold if detector else None
 
+    @property
+    def _predictions(self) -> Predictions:
+        missing: dict[str, str] = {}
+        found = read_predictions(self.path, self.summary, missing)
+        if found is None:
+            raise InputError(f"{self.path}: {missing[PREDICTIONS]}")
+        return found
+
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
-        from flatout.models.weights import read_weights
-
         return read_weights(self.path / WEIGHTS)
 
     @cached_property
@@ -138,9 +158,7 @@ class Run:
         In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` restore the unit. If a
         model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
-        from flatout.models.build import build_model
         from flatout.models.keras import KerasModule, is_keras
-        from flatout.models.weights import load_exactly
 
         given = KerasModule(self._given) if is_keras(self._given) else self._given
         if given is None and self.recipe.model.startswith("python:"):
@@ -170,9 +188,6 @@ class Run:
             engine: `torch`, `xla` or `auto`.
             tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
         """
-        from flatout.inference.evaluate import evaluate
-        from flatout.utils.console import Console
-
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
     def predict(
@@ -212,7 +227,7 @@ class Run:
 
         Args:
             out: a new file. A cross-validation is written as the mean of its folds.
-            format: "onnx", "exported" (a `torch.export` program) or "keras"; by default, by the suffix of `out`.
+            format: "onnx" or "exported" (a `torch.export` program); by default, by the suffix of `out`.
             precision: of an ONNX file: "fp32", "fp16" or "int8".
             data: other images to verify on, and to calibrate int8 on; by default the run's own.
 
@@ -221,7 +236,6 @@ class Run:
                 99.99 % of the labels are equal (fp32).
         """
         from flatout.inference.export.verify import export
-        from flatout.utils.console import Console
 
         return export(self, out, format=format, precision=precision, data=data, console=Console())
 
@@ -296,7 +310,7 @@ class Run:
                 pictures += f'<img style="max-width:45%" src="{data_uri("image/png", path.read_bytes())}">'
         return f"<table>{rows}</table>{pictures}"
 
-    def top_losses(self, count: int = 9) -> "predictions.StoredPredictions":
+    def top_losses(self, count: int = 9) -> StoredPredictions:
         """Return the `count` test images (else validation images) with the highest loss, the worst first.
 
         A notebook shows them as pictures.
@@ -304,9 +318,24 @@ class Run:
         Raises:
             InputError: the run has not been tested.
         """
-        return predictions.top_losses(self, count)
+        found = self._predictions
+        losses = self.task.losses_of(found.probabilities.astype(np.float64), found.labels)
+        worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
+        kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
+        return StoredPredictions(
+            StoredPrediction(
+                index=int(i),
+                actual=self.task.text(found.labels[i], self.classes),
+                predicted=self.task.text(found.predicted[i], self.classes),
+                loss=float(losses[i]) + 0.0,  # no -0.0
+                probability=self.task.confidence(found.predicted[i], found.probabilities[i]),
+                image=kept.get(int(i)),
+                file=None if found.name is None else str(found.name[i]),
+            )
+            for i in worst
+        )
 
-    def confusion(self) -> "predictions.Confusion":
+    def confusion(self) -> Confusion:
         """Return the confusion matrix on the test images, or on the validation images if there are none.
 
         `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
@@ -314,12 +343,15 @@ class Run:
         Raises:
             InputError: the run has not been tested, or its task is not single-label.
         """
-        return predictions.confusion(self)
+        if not isinstance(self.task, SingleLabel):
+            need = "confusion() needs one class for each image; show() has the tables of this task"
+            raise InputError(f"{self.path}: {need}")
+        found, picture = self._predictions, self.path / PICTURES[2]
+        counts = confusion(found.predicted, found.labels, len(self.classes))
+        return Confusion(counts=counts, classes=self.classes, picture=picture if picture.is_file() else None)
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
-        from flatout.utils.console import in_notebook
-
         report = self.path / REPORT
         if not in_notebook():
             return print(report)
@@ -362,8 +394,6 @@ class Ensemble(Run):
     @cached_property
     def task(self) -> "Task":
         """The task of the labels."""
-        from flatout.tasks import task_of
-
         return task_of(self.recipe)
 
     @property
@@ -379,102 +409,6 @@ class Ensemble(Run):
         """Return the mean of the probabilities of the folds."""
         found = [run.probabilities(pixels_NHWC, tta=tta) for run in self.members]
         return Outputs(probabilities=np.mean(found, axis=0))
-
-
-class OnnxRun(Run):
-    """An exported ONNX file with the attributes of a run that `predict` needs.
-
-    Args:
-        path: a file that `flatout export` has written.
-
-    Raises:
-        InputError: the file is missing, damaged, or was written by something else.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from flatout.inference.export.formats import open_session
-
-        self.path = path
-        if not path.is_file():
-            raise InputError(f"{path}: there is no such file")
-        self._session = open_session(path)
-        try:
-            self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-            self._names = [output.name for output in self._session.get_outputs()]
-            if self._metadata.get("producer", "").startswith("flatout "):
-                self._names.index("probabilities")
-                self._checked = (
-                    self.classes,
-                    self.task,
-                    self.calibration,
-                    self.unknown_threshold,
-                )  # here, so that damage is found now
-                return
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise InputError(f"{path}: is damaged: its metadata cannot be read ({reason})") from None
-        raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        """A recipe in which only the settings for reading images are valid."""
-        found = self._metadata
-        height, width = json.loads(found["image_size"])
-        recipe = Recipe(
-            model=found["model"],
-            image_size=collapse_size((height, width)),
-            channels=int(found["channels"]),
-            epochs=1,
-            batch_size=_ONNX_BATCH,
-        )
-        return recipe.override({"task": found["task"], "data.resize": found["resize"], "data.bits": int(found["bits"])})
-
-    @cached_property
-    def classes(self) -> tuple[str, ...]:
-        """Class names, in the order of the outputs."""
-        return tuple(json.loads(self._metadata["classes"]))
-
-    @cached_property
-    def task(self) -> "Task":
-        """The task, with the thresholds of the run."""
-        from flatout.tasks import task_of
-
-        return task_of(self.recipe, tuple(json.loads(self._metadata.get("thresholds", "[]"))))
-
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """The prediction sets; the file itself applies the temperature."""
-        found = self._metadata
-        if "set_thresholds" not in found:
-            return None
-        thresholds, images = tuple(json.loads(found["set_thresholds"])), int(found["calibration_images"])
-        return Calibration(temperature=1.0, set_thresholds=thresholds, images=images)
-
-    @property
-    def unknown_threshold(self) -> float | None:
-        """The threshold of the file's output `unknown_score`."""
-        found = self._metadata.get("unknown_threshold")
-        return None if found is None else float(found)
-
-    @property
-    def model(self) -> Any:
-        """There is none."""
-        raise InputError(f"{self.path}: an ONNX file has no torch module; load the run that it was exported from")
-
-    def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return the outputs of the file; logits are log-probabilities."""
-        if tta:
-            raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
-        try:
-            found = dict(zip(self._names, self._session.run(self._names, {"images": pixels_NHWC}), strict=True))
-        except Exception as error:  # onnxruntime's own, of many types
-            raise InputError(f"{self.path}: cannot be computed, so it is damaged ({first_line(error)})") from None
-        probabilities = found["probabilities"]
-        return Outputs(
-            probabilities=probabilities,
-            logits=np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)),
-            unknown_score=found.get("unknown_score"),
-        )
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:

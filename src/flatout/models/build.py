@@ -3,15 +3,14 @@
 import contextlib
 import copy
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import logging
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,6 @@ _NETS = {
     "keras-resnet101": "KerasResNet101",
     "keras-resnet152": "KerasResNet152",
 }
-# The numbers of multiples of the stride that `usable_size` tries below and above the wanted size.
-_SIZE_TRIALS = 4
 
 
 def list_names() -> list[str]:
@@ -218,11 +215,6 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
     `weights` are those of the published network, or of another with as many outputs as `num_outputs`. timm adapts them
     to image size and channels, and downloads nothing.
     """
-    return _create_timm(recipe, num_outputs, weights)[0]
-
-
-def _create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None") -> "tuple[nn.Module, dict[str, Any]]":
-    """Create a model; return the options of the call, too: with `img_size` if the model takes one."""
     import timm
 
     options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
@@ -233,124 +225,54 @@ def _create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None") ->
         if published is not None and published.num_classes != num_outputs:
             source |= {"num_classes": num_outputs, "label_offset": 0}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
-    name, sized = recipe.model.removeprefix("timm:"), {**options, "img_size": recipe.image_size}
+    name = recipe.model.removeprefix("timm:")
     try:
-        return timm.create_model(name, **sized), sized
+        return timm.create_model(name, **options, img_size=recipe.image_size)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error) or "'img_size'" not in str(error):
             raise
-    return timm.create_model(name, **options), options
+    return timm.create_model(name, **options)
 
 
 def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
-    """Find the largest size up to `wanted` that a timm network supports with its published weights, or the next.
+    """Return `wanted` if a timm network takes images of this size with its published weights, else the published size.
 
-    Weights support a size if their shapes do not depend on it, or if timm resizes those that do, such as position
-    embeddings; otherwise the size is the published one. The ratio of height to width is kept if the network takes a
-    similar one; else the size is a square of about as many pixels. Other networks are assumed to fit. Sizes are tried
-    on torch's meta device, which computes shapes and no values.
+    Other networks are assumed to fit. Weights of another size fit if timm can resize them, such as position embeddings.
     """
-    if not model_name.startswith("timm:") or sides(wanted) == sides(default_shape(model_name)[1]):
+    published = default_shape(model_name)[1]
+    if not model_name.startswith("timm:") or sides(wanted) == sides(published):
         return wanted
-    with quiet():
-        try:
-            network = _SizeTrials(model_name, channels)
-        except Exception:  # timm's code may raise anything; whoever builds the network reports it
-            return wanted
-        squares = [wanted] if isinstance(wanted, int) else [wanted, math.isqrt(math.prod(wanted))]
-        for size in squares:
-            for near in network.near(sides(size)):
-                if network.takes(near):
-                    return collapse_size(near)
-                if network.is_fixed:
-                    return network.published
-    return network.published
+    return wanted if _takes(model_name, wanted, channels) else published
 
 
-class _SizeTrials:
-    """Tries other sizes of a network and its published weights.
+def _takes(model_name: str, size: Size, channels: int) -> bool:
+    """Whether a timm network and its published weights take images of a size, tried on torch's meta device."""
+    import torch
+    from torch import nn
 
-    Attributes:
-        published: the size of its weights.
-        is_fixed: whether a trial has shown that its weights fit no other size.
-    """
-
-    def __init__(self, name: str, channels: int) -> None:
-        self._name, self._channels = name, channels
-        self._classes, self.published, self._published_channels = default_shape(name)
-        least = getattr(_published_config(name), "min_input_size", None) or (3, 1, 1)
-        self._least = least[1], least[2]
-        self._model, self._is_sized = self._build(self.published, self._published_channels)
-        self.is_fixed = False
-
-    def near(self, size: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """Yield sizes of about this ratio: this one, smaller ones, larger ones, the nearest first."""
-        yield size
-        height, width = size
-        reductions = [info.get("reduction", 1) for info in getattr(self._model, "feature_info", None) or ()]
-        down, across = (math.lcm(patch, *reductions[-1:]) for patch in self._patch())
-        if down <= height:
-            for count in range(height // down, max(0, height // down - _SIZE_TRIALS), -1):
-                yield count * down, max(1, width * count * down // height // across) * across
-        for count in range(-(-height // down), -(-height // down) + _SIZE_TRIALS):
-            yield count * down, -(-width * count * down // height // across) * across
-        if self._least[0] > height or self._least[1] > width:
-            yield self._least
-
-    def takes(self, size: tuple[int, int]) -> bool:
-        """Whether the network and its weights take images of a size."""
-        if size == sides(self.published):
-            return True
-        # Pixels beyond the last full patch would be ignored.
-        if any(side % patch for side, patch in zip(size, self._patch(), strict=True)):
-            return False
-        if size[0] < self._least[0] or size[1] < self._least[1]:
-            return False
-        if not self._is_sized:
-            return self._computes(self._model, size, self._published_channels)
-        try:
-            model, _ = self._build(collapse_size(size), self._channels)
-        except Exception:  # timm's code may raise anything
-            return False
-        return self._computes(model, size, self._channels) and self._weights_fit(model, size)
-
-    def _weights_fit(self, model: "nn.Module", size: tuple[int, int]) -> bool:
-        published, own = self._model.state_dict(), model.state_dict()
-        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in published.items()}:
-            try:
-                self._build(collapse_size(size), self._published_channels, published)
-            except Exception:  # timm cannot resize them
-                self.is_fixed = True
-        return not self.is_fixed
-
-    def _patch(self) -> tuple[int, int]:
-        """Return height and width of the patches, if they do not overlap; else 1."""
-        from torch import nn
-
-        proj = getattr(getattr(self._model, "patch_embed", None), "proj", None)
-        if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride:
-            return 1, 1
-        return proj.stride[0], proj.stride[1]
-
-    def _build(self, size: Size, channels: int, weights: Any = None) -> "tuple[nn.Module, bool]":
-        """Build the network in evaluation mode; return also whether it was built for the size."""
-        import torch
-
-        recipe = Recipe(model=self._name, image_size=1, channels=3, epochs=1, batch_size=1)
-        recipe = recipe.override({"image_size": size, "channels": channels})
-        with seeded(0), torch.device("meta"):
-            model, options = _create_timm(recipe, self._classes, weights)
-        return model.to("meta").eval(), "img_size" in options
-
-    def _computes(self, model: "nn.Module", size: tuple[int, int], channels: int) -> bool:
-        import torch
-
-        try:
-            with torch.no_grad():
-                model(torch.zeros(2, channels, *size, device="meta"))
-        except Exception:  # timm's code may raise anything
-            return False
+    least = getattr(_published_config(model_name), "min_input_size", None) or (3, 1, 1)
+    if any(side < smallest for side, smallest in zip(sides(size), least[1:], strict=True)):
+        return False
+    wanted = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
+    try:
+        with quiet(), seeded(0), torch.device("meta"), torch.no_grad():
+            model = create_timm(wanted, default_shape(model_name)[0], _published_shapes(model_name)).eval()
+            model(torch.zeros(2, channels, *sides(size)))
+    except Exception:  # timm's code may raise anything
+        return False
+    proj = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride:
         return True
+    # Pixels beyond the last full patch would be ignored.
+    return not any(side % patch for side, patch in zip(sides(size), proj.stride, strict=True))
+
+
+@functools.cache
+def _published_shapes(model_name: str) -> "Tensors":
+    """Return tensors without values, shaped like the published weights of a timm network; on the meta device."""
+    classes, size, channels = default_shape(model_name)
+    published = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
+    return create_timm(published, classes).state_dict()
 
 
 # ---- factories -------------------------------------------------------------------------------------------------------
@@ -391,7 +313,7 @@ def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-        factory: Any = reduce(getattr, attribute.split("."), module)
+        factory: Any = functools.reduce(getattr, attribute.split("."), module)
         parameters = inspect.signature(factory).parameters
     except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(

@@ -3,20 +3,20 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from flatout.config import Recipe
 from flatout.config.settings import shown
 from flatout.models.build import create_timm, quiet, seeded
-from flatout.models.convert.match import candidates, has_other_strides, layers_of, to_timm_names, trace
+from flatout.models.convert.match import candidates, has_other_strides, layers_of, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.hub import FIX, find_installed, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.weights import Differences, Tensors, described, differences
 from flatout.utils.errors import InputError, first_line
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # The deviation of the weights of a fresh last layer on loaded ones.
 _FRESH_DEVIATION = 0.01
@@ -25,7 +25,7 @@ _COUNT = ".num_batches_tracked"
 _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 
 
-def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
+def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the recipe's weights into its model. A last layer of another size gets small random weights.
 
     Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
@@ -48,7 +48,7 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
         _start_small(model, fitted, recipe.seed)
 
 
-def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> "Fitted":
+def _load_published(model: nn.Module, recipe: Recipe, report: Callable[[str], None]) -> "Fitted":
     path = find_weights(recipe.model, report=report)
     installed = find_installed(recipe.model)
     if installed and installed.path != path:
@@ -56,7 +56,10 @@ def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     try:
         source = read_file(path)
         if recipe.model.startswith("timm:"):
-            tensors = to_timm_names(model, source.tensors) if installed else source.tensors
+            tensors = source.tensors
+            if installed:
+                # The last way is by the order of the layers: their names are not timm's.
+                *_, (_, tensors, _) = _ways(model, source, recipe.image_sides)
             outputs = _timm_config(model)["num_classes"]
             source = SourceCheckpoint("torch", _adapt(model, recipe, tensors, outputs, path))
         return fit(model, source, path, recipe.image_sides, report)
@@ -68,18 +71,15 @@ def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
         raise InputError(f"{error}; {fix}; or {FIX}") from error
 
 
-def _timm_config(model: "nn.Module") -> Mapping[str, Any]:
+def _timm_config(model: nn.Module) -> Mapping[str, Any]:
     return model.pretrained_cfg  # type: ignore[return-value]
 
 
-def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
+def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
     """Initialise last layers of heads that were not loaded with small weights and no bias.
 
     Some networks of timm's start with logits of several units, from which the first steps diverge.
     """
-    import torch
-    from torch import nn
-
     generator = torch.Generator().manual_seed(seed)
     for prefix, head in head_modules(model).items():
         linear = [(name, m) for name, m in head.named_modules(prefix=prefix) if isinstance(m, nn.Linear | nn.Conv2d)]
@@ -95,7 +95,7 @@ def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
 # ---- timm's networks of other sizes ----------------------------------------------------------------------------------
 
 
-def _resized(model: "nn.Module", recipe: Recipe, source: SourceCheckpoint, path: Path) -> SourceCheckpoint:
+def _resized(model: nn.Module, recipe: Recipe, source: SourceCheckpoint, path: Path) -> SourceCheckpoint:
     """Adapt weights of a timm network to the image size, if they do not fit."""
     if not recipe.model.startswith("timm:") or source.framework != "torch":
         return source
@@ -109,7 +109,7 @@ def _resized(model: "nn.Module", recipe: Recipe, source: SourceCheckpoint, path:
         return source  # the tensors that do not fit are named later
 
 
-def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
+def _outputs_in(tensors: Tensors, model: nn.Module) -> int:
     """Infer the number of outputs from weights."""
     names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
     last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
@@ -118,7 +118,7 @@ def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
     return outputs - (config.get("label_offset") or 0) * (outputs == config["num_classes"] + 1)
 
 
-def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> dict[str, Any]:
+def _adapt(model: nn.Module, recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> dict[str, Any]:
     """Adapt the weights of a timm network to the image size and channels of a model.
 
     A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
@@ -150,14 +150,11 @@ class Fitted(NamedTuple):
 
 
 def fit(
-    model: "nn.Module",
+    model: nn.Module,
     source: SourceCheckpoint,
     path: Path,
     sides: tuple[int, int],
     report: Callable[[str], None],
-    *,
-    mapping: Mapping[str, str] | None = None,
-    epsilon: float | None = None,
 ) -> Fitted:
     """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen.
 
@@ -165,8 +162,6 @@ def fit(
         model: from `build_model`, on the CPU.
         sides: height and width of the model's images.
         report: receives a message on the loaded weights.
-        mapping: see `convert.match.candidates`.
-        epsilon: see there.
 
     Raises:
         InputError: they do not fit; missing, unexpected and misshapen tensors are named.
@@ -177,7 +172,7 @@ def fit(
             "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
         )
     best: tuple[int, Differences, Any] | None = None
-    for how, tensors, pairs in _ways(model, source, sides, mapping, epsilon):
+    for how, tensors, pairs in _ways(model, source, sides):
         problems = _misfits(model, tensors)
         if not problems and not _loadable(model, tensors):
             problems = differences(model.state_dict(), tensors)
@@ -204,33 +199,28 @@ def fit(
 
 
 def _ways(
-    model: "nn.Module",
-    source: SourceCheckpoint,
-    sides: tuple[int, int],
-    mapping: Mapping[str, str] | None,
-    epsilon: float | None,
+    model: nn.Module, source: SourceCheckpoint, sides: tuple[int, int]
 ) -> Iterator[tuple[str, Tensors, dict[str, str]]]:
     """Yield ways to give the file's tensors the model's names: those of torch first as they are."""
     own = model.state_dict()
-    if source.framework == "torch" and not mapping:
+    if source.framework == "torch":
         yield "by name", _strip_prefixes(source.tensors, own, _without_head(own, model)), {}
     channels = next((w.shape[1] for w in own.values() if w.ndim == 4), 3)
-    traced = trace(model, channels, *sides)
-    yield from candidates(source, model, traced, head_modules(model), mapping=mapping, epsilon=epsilon)
+    yield from candidates(source, model, trace(model, channels, *sides), head_modules(model))
 
 
-def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
+def _without_head(tensors: Tensors, model: nn.Module) -> dict[str, Any]:
     prefixes = tuple(f"{head}." if head else "" for head in head_modules(model))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
 
 
-def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
+def _misfits(model: nn.Module, tensors: Tensors) -> Differences:
     """List how tensors differ from a model's in names and shapes, the head left out."""
     own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
     return differences({n: t for n, t in own.items() if n in body or not n.endswith(_COUNT)}, body)
 
 
-def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
+def _loadable(model: nn.Module, tensors: Tensors) -> dict[str, Any]:
     """Select the tensors to load: all except those of head layers of another size.
 
     So hidden layers of a head are loaded, even if the classes of the last layer differ.

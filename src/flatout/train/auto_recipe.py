@@ -326,7 +326,9 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
     if name.startswith("timm:"):
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
         if not facts.is_size_given and "image_size" in about:
-            recipe["image_size"] = usable_size(name, json.loads(about["image_size"]), channels=facts.channels)
+            size = json.loads(about["image_size"])
+            size = tuple(size) if isinstance(size, list) else size
+            recipe["image_size"] = usable_size(name, size, channels=facts.channels)
     else:
         # The weight shapes of most small networks depend on the image size.
         if "image_size" in about and not facts.is_size_given:

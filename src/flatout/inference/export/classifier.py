@@ -1,21 +1,18 @@
 """A run as one module from raw images to probabilities: the source of ONNX files and torch.export programs.
 
-Shape letters: N images, H height, W width, C channels, V views, F features, K classes.
+Shape letters: N images, H height, W width, C channels, V views, K classes.
 """
 
 import copy
 import json
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
 from flatout import __version__
 from flatout.engine.augment import tta_views
 from flatout.engine.pixels import FROM_16_BITS, view
-from flatout.inference.calibration import OODDetector
-from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.utils.errors import InputError
 
@@ -83,40 +80,6 @@ class Resize(nn.Module):
         return torch.floor(down @ narrow + 0.5)
 
 
-class OODScore(nn.Module):
-    """The score of an `OODDetector`."""
-
-    mean: torch.Tensor
-    within: torch.Tensor
-    overall: torch.Tensor
-    means: torch.Tensor
-
-    def __init__(self, detector: OODDetector) -> None:
-        super().__init__()
-        self.centre, self.scale, self.has_stats = detector.centre, detector.scale, detector.stats is not None
-        if detector.stats:
-            # Centred features are small, so float32 is precise enough for the difference of distances.
-            means = detector.stats.means.astype(np.float64)
-            within, overall = detector.stats.whitening
-            arrays = {"mean": means[-1], "within": within, "overall": overall}
-            arrays["means"] = (means[:-1] - means[-1]) @ within
-            for name, array in arrays.items():
-                self.register_buffer(name, torch.from_numpy(array.astype(np.float32)))
-
-    def forward(self, logits: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
-        """Return the score of each image, float32 [N]."""
-        energy = -torch.logsumexp(logits if logits.shape[1] > 1 else logits.abs(), dim=1)
-        score = (energy - self.centre[0]) / self.scale[0]
-        if self.has_stats:
-            assert features is not None
-            centred = features - self.mean
-            points = centred @ self.within
-            squares = points.square().sum(1, keepdim=True) - 2 * points @ self.means.T + self.means.square().sum(1)
-            distance = squares.amin(dim=1) - (centred @ self.overall).square().sum(1)
-            score = score + (distance - self.centre[1]) / self.scale[1]
-        return torch.where(score.isfinite(), score, torch.inf)
-
-
 class ExportedModel(nn.Module):
     """The network of a run with normalisation, the average over views, and the conversion of logits.
 
@@ -135,39 +98,32 @@ class ExportedModel(nn.Module):
         super().__init__()
         recipe = run.recipe
         if isinstance(run.model, KerasModule):
-            raise InputError(f"{run.path}: trained a Keras model; export it with --format keras")
+            raise InputError(f"{run.path}: trained a Keras model, which Keras saves: run.model.to_keras().save(FILE)")
         self.network = copy.deepcopy(run.model).eval().to(dtype)
         self.task, self.size, self.dtype = run.task, recipe.eval_sides, dtype
         self.views = tta_views(recipe) if recipe.tta else []
-        detector = run.calibration.detector if run.calibration else None
-        self.ood = OODScore(detector) if detector else None
         mean, std = (torch.tensor(values).expand(recipe.channels) for values in (recipe.data.mean, recipe.data.std))
         # A pixel p of 0..255 becomes p * scale + bias.
         self.register_buffer("scale", (1 / (255 * std))[:, None, None])
         self.register_buffer("bias", (-mean / std)[:, None, None])
 
-    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return probabilities [N, K] or numbers [N, 1], and scores [N], of pixels 0..255, float32 [N, C, H, W]."""
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return probabilities [N, K] or numbers [N, 1] of pixels 0..255, float32 [N, C, H, W]."""
         (rows, columns), (height, width) = self.size, pixels.shape[2:]
         top, left = (height - rows) // 2, (width - columns) // 2
         images = pixels[:, :, top : top + rows, left : left + columns] * self.scale + self.bias
         # All views are one batch, so the file contains the network once.
         views = [view(torch, images, *each) for each in self.views]
-        with caught(self.network, self.network) as catcher:
-            logits = self.network((torch.cat(views) if views else images).to(self.dtype)).float()
-            features = catcher.take() if self.ood and self.ood.has_stats else None
+        logits = self.network((torch.cat(views) if views else images).to(self.dtype)).float()
         if views:
-            shape = len(views), images.shape[0]
-            logits = self.task.averaged(logits.reshape(*shape, *logits.shape[1:]))
-            features = None if features is None else features.reshape(*shape, features.shape[1]).mean(dim=0)
-        return self.task.probabilities(logits), self.ood(logits, features) if self.ood else None
+            logits = self.task.averaged(logits.reshape(len(views), images.shape[0], *logits.shape[1:]))
+        return self.task.probabilities(logits)
 
 
 class Classifier(nn.Module):
     """Images uint8 or uint16 [N, H, W, C] of any height and width to probabilities float32 [N, K].
 
-    A regression has its number in place of probabilities. Several members, as of a cross-validation, are averaged. A
-    member with an OOD detector adds a second output: the score, float32 [N].
+    A regression has its number in place of probabilities. Several members, as of a cross-validation, are averaged.
 
     Args:
         run: one run, or a cross-validation.
@@ -181,20 +137,15 @@ class Classifier(nn.Module):
         super().__init__()
         self.resize = Resize(run.recipe.stored_sides, run.recipe.data.resize, bits_of(run))
         self.members = nn.ModuleList(ExportedModel(member, dtype) for member in run.members)
-        has_score = len(run.members) == 1 and run.unknown_threshold is not None
-        self.outputs = ["probabilities", "unknown_score"] if has_score else ["probabilities"]
         self.eval().requires_grad_(False)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs in the order of `outputs`."""
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities."""
         pixels = self.resize(images)
         if self.resize.bits == 16:
             pixels = pixels * FROM_16_BITS
         found = [member(pixels) for member in self.members]
-        if len(found) > 1:
-            return torch.stack([probabilities for probabilities, _ in found]).mean(dim=0)
-        probabilities, score = found[0]
-        return probabilities if score is None else (probabilities, score)
+        return torch.stack(found).mean(dim=0) if len(found) > 1 else found[0]
 
 
 def metadata_of(run: "Run", precision: str) -> dict[str, str]:
@@ -217,6 +168,4 @@ def metadata_of(run: "Run", precision: str) -> dict[str, str]:
     if calibration:
         found["calibration_images"] = str(calibration.images)
         found["set_thresholds"] = json.dumps(calibration.set_thresholds)
-    if run.unknown_threshold is not None:
-        found["unknown_threshold"] = repr(run.unknown_threshold)
     return found

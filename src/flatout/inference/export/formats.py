@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import torch
 
 from flatout.inference.export.classifier import Classifier, bits_of, metadata_of
@@ -57,14 +59,15 @@ def write_program(run: "Run", path: Path) -> Predict:
         InputError: the network cannot be exported.
     """
     program = _program(Classifier(run), run)
-    with quietly():
-        torch.export.save(program, path, extra_files={"metadata.json": json.dumps(metadata_of(run, "fp32"))})
-    module = torch.export.load(path).module()
+    # As open files, since torch demands a suffix of paths.
+    with quietly(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata_of(run, "fp32"))})
+    with path.open("rb") as file:
+        module = torch.export.load(file).module()
 
     def predict(images: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            found = module(torch.from_numpy(np.ascontiguousarray(images)))
-        return (found[0] if isinstance(found, tuple | list) else found).numpy()
+            return module(torch.from_numpy(np.ascontiguousarray(images))).numpy()
 
     return predict
 
@@ -120,19 +123,17 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
     Raises:
         InputError: the model is too large, or uses an operation that ONNX lacks.
     """
-    _need("onnx", "onnxscript", "onnxruntime", what="--format onnx")
-    import onnx
-
+    if importlib.util.find_spec("onnxscript") is None:
+        raise InputError("--format onnx needs onnxscript: pip install 'flatout[onnx]'")
     classifier = Classifier(run, torch.float16 if precision == "fp16" else torch.float32)
     size = sum(t.numel() * t.element_size() for t in classifier.state_dict().values())
     if size > MAX_BYTES:
-        smaller = "; try --precision fp16, or" if precision != "fp16" and size < 2 * MAX_BYTES else ": use"
         raise InputError(
-            f"{run.path}: has {size / 1e9:.1f} GB of weights, and a single ONNX file holds at most 2 GB{smaller} "
-            "--format exported"
+            f"{run.path}: has {size / 1e9:.1f} GB of weights, and a single ONNX file holds at most 2 GB; "
+            "try --precision fp16, or --format exported"
         )
     program = _program(classifier, run)
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": classifier.outputs}
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
     try:
         with quietly():
             made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
@@ -146,36 +147,15 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
             if axis.dim_param:
                 axis.dim_param = name
     if precision == "int8":
-        model = quantized(model, calibration, _network_of)
+        model = _quantized(model, calibration)
     _strip(model)
     for key, value in metadata_of(run, precision).items():
         model.metadata_props.add(key=key, value=value)
     onnx.save(model, path)
-    session = open_session(path)
-    return lambda images: session.run(["probabilities"], {"images": np.ascontiguousarray(images)})[0]
-
-
-def open_session(path: Path) -> Any:
-    """Return an `onnxruntime.InferenceSession` of a file on the CPU.
-
-    Raises:
-        InputError: onnxruntime is not installed, or the file is missing, damaged or not an ONNX model.
-    """
-    _need("onnxruntime", what=str(path))
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own, of many types
-        raise InputError(f"{path}: cannot be read as an ONNX model ({first_line(error)})") from None
-
-
-def _need(*packages: str, what: str) -> None:
-    """Raise InputError if a package is not installed."""
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise InputError(f"{what} needs {', '.join(missing)}: pip install 'flatout[onnx]'")
+    session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(["probabilities"], {"images": np.ascontiguousarray(images)})[0]
 
 
 def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -> str:
@@ -193,14 +173,14 @@ def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -
     return f"{node.target} of layer {_short(name)!r} ({kind})"
 
 
-def _network_of(node: Any) -> str:
+def _network_of(node: onnx.NodeProto) -> str:
     """Return the network that a node belongs to, by the exporter's metadata; empty for none."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "")
     found = re.search(r"'(members\.\d+\.network)\b", scopes)
     return found[1] if found else ""
 
 
-def _strip(model: Any) -> None:
+def _strip(model: onnx.ModelProto) -> None:
     """Remove the exporter's metadata: names, and paths of source files."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
@@ -209,19 +189,13 @@ def _strip(model: Any) -> None:
     graph.ClearField("value_info")
 
 
-def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callable[[Any], str]) -> Any:
+def _quantized(model: onnx.ModelProto, calibration: Sequence[np.ndarray]) -> onnx.ModelProto:
     """Return an ONNX model whose networks use int8; the rest, such as resizing, stays in 32 bits.
 
     Weights have a scale for each channel. The range of an activation is the mean of its ranges in the batches of
     calibration images, so no single image determines it. The first layer of each network stays in 32 bits: it is small,
     and its value ranges differ most between channels.
-
-    Args:
-        model: in 32 bits.
-        calibration: batches of images.
-        network_of: the name of the network that a node belongs to, empty for none.
     """
-    import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
     class Reader(CalibrationDataReader):
@@ -232,9 +206,9 @@ def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callabl
             images = next(self._batches, None)
             return None if images is None else {"images": images}
 
-    layers = [node for node in model.graph.node if network_of(node) and node.op_type in _QUANTIZED]
-    first = {network_of(node): node.name for node in reversed(layers)}.values()
-    left_out = [node.name for node in model.graph.node if not network_of(node) or node.name in first]
+    layers = [node for node in model.graph.node if _network_of(node) and node.op_type in _QUANTIZED]
+    first = {_network_of(node): node.name for node in reversed(layers)}.values()
+    left_out = [node.name for node in model.graph.node if not _network_of(node) or node.name in first]
     with tempfile.TemporaryDirectory() as folder, quietly():
         whole, small = (Path(folder) / name for name in ("whole.onnx", "small.onnx"))
         onnx.save(model, whole)

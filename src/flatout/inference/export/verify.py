@@ -4,10 +4,7 @@ Shape letters: N images, H height, W width, C channels, K classes.
 """
 
 import contextlib
-import os
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,21 +13,18 @@ import numpy as np
 
 from flatout.config.settings import nearest
 from flatout.data.batches import Split
-from flatout.data.pixels import resize_images
+from flatout.data.splits import splits_of
+from flatout.inference.evaluate import held_out, labelled
+from flatout.inference.export.formats import Predict, write_onnx, write_program
 from flatout.utils.console import Console
-from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import NO_SPACE
+from flatout.utils.errors import InputError
+from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
-    from flatout.inference.export.formats import Predict
     from flatout.inference.run import Run
 
 # The formats and their file suffixes.
-FORMATS: dict[str, tuple[str, ...]] = {
-    "onnx": (".onnx",),
-    "exported": (".pt2",),
-    "keras": (".keras", ".weights.h5"),
-}
+FORMATS = {"onnx": ".onnx", "exported": ".pt2"}
 PRECISIONS = ("fp32", "fp16", "int8")
 # Training images for the calibration of int8, and images per batch of it.
 CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
@@ -38,11 +32,8 @@ CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
 MIN_EQUAL = 0.9999
 # Maximum number of compared test images, spread evenly.
 MAX_IMAGES = 10_000
-# Images that are also compared at another size. Some pixels are rounded to the neighbouring level there, so labels
-# count as equal if probabilities differ by no more than this.
-RESIZED_IMAGES, RESIZED_TOLERANCE = 32, 0.02
-# Numbers of a regression are equal up to this share of the standard deviation of the labels; and at another size.
-NUMBER_TOLERANCE, RESIZED_NUMBER_TOLERANCE = 1e-3, 0.1
+# Numbers of a regression are equal up to this share of the standard deviation of the labels.
+NUMBER_TOLERANCE = 1e-3
 _AT_ONCE = 64
 
 
@@ -58,8 +49,6 @@ class Exported:
         images: the number of images.
         equal_labels: the share with equal labels, or with numbers within `NUMBER_TOLERANCE`.
         largest_difference: of a probability, or of a number.
-        resized_images, resized_equal_labels: likewise at another size, up to `RESIZED_TOLERANCE`; 0 and 1 if the file
-            takes images of one size only.
         metrics, run_metrics: the task's metrics of the file and of the run on these images.
         export_seconds, verify_seconds: the time of writing and verifying.
     """
@@ -72,8 +61,6 @@ class Exported:
     images: int
     equal_labels: float
     largest_difference: float
-    resized_images: int
-    resized_equal_labels: float
     metrics: dict[str, float]
     run_metrics: dict[str, float]
     export_seconds: float
@@ -86,15 +73,13 @@ class Exported:
     def lines(self) -> list[str]:
         """Return the figures in words."""
         what, name = "numbers" if "r2" in self.metrics else "labels", next(iter(self.metrics))
-        lines = [
+        return [
             f"{self.out}: {self.format}, {self.precision}, {self.bytes / 1e6:,.2f} MB, "
             f"written in {self.export_seconds:.1f} s, verified in {self.verify_seconds:.1f} s",
             f"{100 * self.equal_labels:.2f} % equal {what} on {self.images:,} {self.split} images, "
             f"largest difference {self.largest_difference:.2g}",
+            f"{name} {self.metrics[name]:.4f}; of the run {self.run_metrics[name]:.4f}",
         ]
-        if self.resized_images:
-            lines.append(f"{100 * self.resized_equal_labels:.0f} % on {self.resized_images} images of another size")
-        return [*lines, f"{name} {self.metrics[name]:.4f}; of the run {self.run_metrics[name]:.4f}"]
 
 
 def export(
@@ -116,12 +101,16 @@ def export(
     if out.exists():
         raise InputError(f"{out}: exists; choose another --out, or remove it")
     split, samples, calibration = _images(run, data, console, wants_calibration=precision == "int8")
-    with _kept(out) as temporary:
+    results: list[Exported] = []
+
+    def write(temporary: Path) -> None:
         started = time.monotonic()
-        predict = _write(run, temporary, chosen, precision, calibration)
+        if chosen == "onnx":
+            predict = write_onnx(run, temporary, precision, calibration)
+        else:
+            predict = write_program(run, temporary)
         written = time.monotonic()
-        figures = _compare(run, samples, split, predict, resizes=chosen != "keras", console=console)
-        worst = figures.pop("worst")
+        figures, worst = _compare(run, samples, split, predict, console)
         found = Exported(
             out=out,
             format=chosen,
@@ -131,27 +120,32 @@ def export(
             export_seconds=written - started,
             verify_seconds=time.monotonic() - written,
         )
-        if precision == "fp32":
-            _require_equal(found, worst)
-    return found
+        if precision == "fp32" and found.equal_labels < MIN_EQUAL:
+            differ = round((1 - found.equal_labels) * found.images)
+            raise InputError(
+                f"{out}: {differ:,} of {found.images:,} {split} images get another label from the export than from the "
+                f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); {worst}; the "
+                f"largest difference is {found.largest_difference:.3g}; no file was kept"
+            )
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
+        results.append(found)
+
+    with contextlib.suppress(OSError):  # the next call reports it
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, write)
+    return results[0]
 
 
 def _format_of(out: Path, wanted: str | None) -> str:
     """Return the wanted format, or that of the file name."""
-    if wanted == "torch":
-        raise InputError(
-            "--format torch: is no longer written; --format exported is a program for PyTorch without flatout, "
-            "onnx one for ONNX Runtime, and flatout.load(RUN).model the torch module itself"
-        )
     if wanted is not None and wanted not in FORMATS:
         raise InputError(f"--format {wanted}: {nearest(wanted, FORMATS)}")
-    named = next((name for name, ends in FORMATS.items() if out.name.endswith(ends)), None)
-    if wanted is None and named is None:
+    chosen = wanted or next((name for name, end in FORMATS.items() if out.name.endswith(end)), None)
+    if chosen is None:
         raise InputError(f"--format is missing: one of {', '.join(FORMATS)}")
-    chosen = wanted or named or ""
     if not out.name.endswith(FORMATS[chosen]):
-        ends = " or ".join(FORMATS[chosen])
-        raise InputError(f"--out {out}: the name of a file of --format {chosen} must end in {ends}")
+        raise InputError(f"--out {out}: the name of a file of --format {chosen} must end in {FORMATS[chosen]}")
     return chosen
 
 
@@ -159,9 +153,6 @@ def _images(
     run: "Run", data: Any, console: Console, *, wants_calibration: bool
 ) -> "tuple[str, Split, list[np.ndarray]]":
     """Return the split to verify on, its images, and batches of training images to calibrate on."""
-    from flatout.data.splits import splits_of
-    from flatout.inference.evaluate import held_out, labelled
-
     first, other = run.members[0], data is not None
     try:
         pack, labels = labelled(run, data, console)
@@ -186,49 +177,16 @@ def _spread(count: int, most: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
-def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: list[np.ndarray]) -> "Predict":
-    # A format's packages are imported only for that format.
-    if chosen == "keras":
-        from flatout.inference.export.keras import write_keras
-
-        return write_keras(run, path)
-    from flatout.inference.export.formats import write_onnx, write_program
-
-    return write_program(run, path) if chosen == "exported" else write_onnx(run, path, precision, calibration)
-
-
-@contextlib.contextmanager
-def _kept(out: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `out`, which is renamed to `out` if nothing is raised."""
-    folder = out.absolute().parent / f".{out.name}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True)
-        yield folder / out.name
-        if out.exists():
-            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
-        (folder / out.name).rename(out)
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise DiskFull(f"{out}: cannot be written: {error.strerror}; free disk space") from None
-        reason = error.strerror or str(error)
-        raise InputError(f"{out}: cannot be written: {reason}; fix that, or choose another --out") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-def _compare(
-    run: "Run", samples: Split, split: str, predict: "Predict", *, resizes: bool, console: Console
-) -> dict[str, Any]:
-    """Compare a file's outputs with the run's: return fields of `Exported`, and `worst` in words.
+def _compare(run: "Run", samples: Split, split: str, predict: Predict, console: Console) -> tuple[dict[str, Any], str]:
+    """Compare a file's outputs with the run's: return fields of `Exported`, and the worst image in words.
 
     Args:
         run: computes in 32 bits on the CPU; see `flatout predict`.
         samples, split: labelled images of the run's size.
         predict: runs the file.
-        resizes: whether the file takes images of any size.
         console: shows progress.
     """
     positions = _spread(len(samples), MAX_IMAGES)
@@ -243,41 +201,21 @@ def _compare(
     expected, found = np.concatenate(ours), np.concatenate(theirs)
     if found.shape != expected.shape:
         raise InputError(f"the export answers {list(found.shape)} where the run answers {list(expected.shape)}")
-    same = _are_equal(run, expected, found, NUMBER_TOLERANCE)
-    resized = _resized(run, samples.images_at(positions[:RESIZED_IMAGES]), predict) if resizes else np.ones(0, bool)
+    same = _are_equal(run, expected, found)
     labels = samples.labels[positions]
     metrics = [run.task.metrics(run.task.predicted_from(one), labels) for one in (found, expected)]
-    return {
+    figures = {
         "split": split,
         "images": len(positions),
         "equal_labels": float(same.mean()),
         "largest_difference": float(np.abs(found - expected).max()),
-        "worst": _worst(run, positions, expected, found, same),
-        "resized_images": len(resized),
-        "resized_equal_labels": float(resized.mean()) if len(resized) else 1.0,
         "metrics": metrics[0],
         "run_metrics": metrics[1],
     }
+    return figures, _worst(run, positions, expected, found, same)
 
 
-def _require_equal(found: Exported, worst: str) -> None:
-    """Raise InputError if too few labels are equal; `worst` is an image whose label differs."""
-    if found.equal_labels < MIN_EQUAL:
-        differ = round((1 - found.equal_labels) * found.images)
-        raise InputError(
-            f"{found.out}: {differ:,} of {found.images:,} {found.split} images get another label from the export than "
-            f"from the run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); {worst}; the "
-            f"largest difference is {found.largest_difference:.3g}; no file was kept"
-        )
-    if found.resized_equal_labels < 1:
-        differ = round((1 - found.resized_equal_labels) * found.resized_images)
-        raise InputError(
-            f"{found.out}: {differ} of {found.resized_images} {found.split} images of another size get another label "
-            "from the export than from the run: it does not resize as the run does; no file was kept"
-        )
-
-
-def check_on_noise(run: "Run", predict: "Predict") -> None:
+def check_on_noise(run: "Run", predict: Predict) -> None:
     """Raise InputError if a file and its run disagree on random images of the run's size."""
     recipe = run.recipe
     kind, shape = np.uint16 if recipe.data.bits == 16 else np.uint8, (16, *recipe.stored_sides, recipe.channels)
@@ -287,24 +225,12 @@ def check_on_noise(run: "Run", predict: "Predict") -> None:
         raise InputError(f"the export answers otherwise than the run, by up to {difference:.3g}")
 
 
-def _are_equal(run: "Run", expected: np.ndarray, found: np.ndarray, number_tolerance: float) -> np.ndarray:
+def _are_equal(run: "Run", expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     """Whether the labels of two sets of outputs [N, K] are equal, bool [N]."""
     if run.task.name == "regression":
-        return np.abs(found - expected)[:, 0] <= number_tolerance * run.task.label_std
+        return np.abs(found - expected)[:, 0] <= NUMBER_TOLERANCE * run.task.label_std
     one, other = (run.task.decided(run.task.predicted_from(answers)) for answers in (expected, found))
     return (one == other).reshape(len(one), -1).all(axis=1)
-
-
-def _resized(run: "Run", images: np.ndarray, predict: "Predict") -> np.ndarray:
-    """Whether labels are equal for larger images of another shape, bool [N], resized by the run or the file."""
-    large = images.repeat(3, axis=1).repeat(2, axis=2)[:, 1:]
-    recipe = run.recipe
-    shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize}
-    expected = run.probabilities(resize_images(large, **shape, bits=8 * images.itemsize))
-    found = predict(large)
-    is_near = np.abs(found - expected).max(axis=1) <= RESIZED_TOLERANCE
-    is_equal = _are_equal(run, expected, found, RESIZED_NUMBER_TOLERANCE)
-    return is_equal if run.task.name == "regression" else is_equal | is_near
 
 
 def _worst(run: "Run", positions: np.ndarray, expected: np.ndarray, found: np.ndarray, same: np.ndarray) -> str:

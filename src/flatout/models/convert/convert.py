@@ -4,7 +4,6 @@ Shape letters: N images, C channels, H height, W width, K outputs.
 """
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +18,12 @@ from flatout.models.build import build_model, default_shape
 from flatout.models.convert.match import candidates, layers_of, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.layers import head_modules
-from flatout.models.nets import Net, feature_side
 from flatout.models.pretrained import fit
 from flatout.models.weights import save_tensors
 from flatout.utils.errors import InputError, first_line
 
 # Maximum difference of logits, relative to the largest absolute value.
 TOLERANCE = 1e-4
-_MAX_SIDE = 1024
-_MAX_MAPPING_BYTES = 16 << 20
 
 
 class Shape(NamedTuple):
@@ -44,9 +40,7 @@ def convert(
     out: Path,
     *,
     shape: Shape,
-    mapping: Path | None,
     check: Path | None,
-    epsilon: float | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the weights of a file as those of a model, and return a summary in plain values.
@@ -55,10 +49,8 @@ def convert(
         file: in any format that `readers` knows; a folder or prefix of a checkpoint.
         model_name: as in a recipe.
         out: a new `.safetensors` file.
-        mapping: a TOML or JSON file, `"layer of the model" = "layer of the file"`.
         check: an `.npz` file with `images`, [N, C, H, W] or [N, H, W, C] as the model receives them, and `logits`
             [N, K] of the source framework.
-        epsilon: that of the file's batch normalisation, if it is not its framework's default.
 
     Raises:
         InputError: the file cannot be read or does not fit, or logits differ by more than TOLERANCE. Nothing is
@@ -69,11 +61,17 @@ def convert(
     if out.suffix != ".safetensors":
         raise InputError(f"--out {out}: must end in .safetensors")
     expected = _ExpectedLogits.read(check) if check else None
-    pairs = _read_mapping(mapping) if mapping else None
     path = find_file(file)
     source = read_file(path)
-    model, recipe = _build_for(source, model_name, _known_shape(source, expected, shape), pairs)
-    fitted = fit(model, source, path, recipe.image_sides, report, mapping=pairs, epsilon=epsilon)
+    known = _known_shape(source, expected, shape)
+    model, recipe = _build_for(source, model_name, known)
+    try:
+        fitted = fit(model, source, path, recipe.image_sides, report)
+    except InputError as error:
+        if known.size:
+            raise
+        hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
+        raise InputError(f"{error}; {hint}", error.details) from None
     difference, absolute = expected.compare(model, fitted.head_fits) if expected else (None, None)
     state = model.state_dict()
     if not fitted.head_fits:
@@ -97,19 +95,16 @@ def convert(
     }
 
 
-def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
-    """Format the result of `convert` for the terminal; `verbose` adds the pairs of layers whose names differ."""
-    pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if theirs not in (own, "")]
-    lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs and verbose else []
+def format_conversion(result: Mapping[str, Any]) -> list[str]:
+    """Format the result of `convert` for the terminal."""
     head = f"{result['classes']} outputs" if result["classes"] else "without a head"
     built = f"{result['model']} for {shown(result['image_size'])} pixels, {result['channels']} channels, {head}"
-    hint = " (--verbose lists the layers)" if pairs and not verbose else ""
-    lines.append(f"{result['out']}: {result['tensors']} tensors, all matched{hint}, of {built}")
+    line = f"{result['out']}: {result['tensors']} tensors, all matched (--json lists the layers), of {built}"
     if result["difference"] is None:
         note = "not compared with the source framework: --check arrays.npz does that"
     else:
         note = f"the largest difference of logits is {result['difference']:.1e} of the largest logit"
-    return [*lines, note]
+    return [line, note]
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -127,38 +122,27 @@ def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", s
     return Shape(classes, size, channels)
 
 
-def _build_for(
-    source: SourceCheckpoint, name: str, known: Shape, mapping: Mapping[str, str] | None
-) -> tuple[nn.Module, Recipe]:
-    """Build a model for a file: unknown values are inferred by matching its layers with a model of the usual shape."""
-    usual = default_shape(name)
-    classes, size, channels = known.classes or usual[0], known.size or usual[1], known.channels or usual[2]
-    tried = classes, size, channels
+def _build_for(source: SourceCheckpoint, name: str, known: Shape) -> tuple[nn.Module, Recipe]:
+    """Build a model for a file; unknown channels and outputs are those of its first and last layer."""
+    usual_classes, usual_size, usual_channels = default_shape(name)
+    classes, size, channels = known.classes or usual_classes, known.size or usual_size, known.channels or usual_channels
     try:
-        model, recipe = _build(name, *tried)
+        model, recipe = _build(name, classes, size, channels)
     except InputError as error:
         if known.size and known.channels and known.classes:
             raise
         raise InputError(f"{error}; --size N or HxW, --channels C and --classes K say what it is for") from None
+    usual = classes, channels
     heads, traced = head_modules(model), trace(model, channels, *sides(size))
-    layers = {layer.name: layer for layer in layers_of(source)}
-    *_, (_, _, pairs) = candidates(source, model, traced, heads, mapping=mapping)
-    kinds = {own: kind for own, kind in traced.layers.items() if own in pairs and kind in ("conv", "linear")}
-    weights = {
-        own: theirs.tensors["weight"].shape
-        for own in kinds
-        if (theirs := layers.get(pairs[own])) and "weight" in theirs.tensors
-    }
-    first = next(iter(kinds), "")
-    if not known.channels and kinds.get(first) == "conv" and first in weights:
-        channels = weights[first][1]
-    if not known.classes and (last := next(iter(heads))) in weights:
-        classes = weights[last][0]
-    if not known.size and (linear := next(iter(traced.flattened), None)) in weights:
-        size = _infer_size(model, size, traced.flattened[linear][0], weights[linear][1])
-    if (classes, size, channels) == tried:
-        return model, recipe
-    return _build(name, classes, size, channels)
+    weights = {layer.name: layer.tensors["weight"] for layer in layers_of(source) if "weight" in layer.tensors}
+    *_, (_, _, pairs) = candidates(source, model, traced, heads)
+    matched = {own: weights[pairs[own]] for own in traced.layers if pairs.get(own) in weights}
+    first = next((own for own, kind in traced.layers.items() if kind in ("conv", "linear") and own in pairs), "")
+    if not known.channels and traced.layers.get(first) == "conv" and first in matched:
+        channels = matched[first].shape[1]
+    if not known.classes and (last := next(iter(heads))) in matched:
+        classes = len(matched[last])
+    return (model, recipe) if (classes, channels) == usual else _build(name, classes, size, channels)
 
 
 def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Module, Recipe]:
@@ -168,52 +152,7 @@ def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Modul
     return build_model(recipe, 2 if outputs == 1 else outputs, allow_code=True), recipe
 
 
-def _infer_size(model: nn.Module, size: Size, maps: int, inputs: int) -> Size:
-    """Infer the size of square images from the length of flattened feature maps: the usual, or the smallest.
-
-    `maps` is the number of feature maps. Sizes with equal feature maps have equal weights.
-    """
-    if not isinstance(model, Net) or inputs % maps:
-        return size
-    features = model.get_submodule("features")
-    assert isinstance(features, nn.Sequential)
-    height, width = sides(size)
-    if feature_side(features, height) * feature_side(features, width) * maps == inputs:
-        return size
-    fits = (side for side in range(1, _MAX_SIDE) if maps * max(0, feature_side(features, side)) ** 2 == inputs)
-    return next(fits, size)
-
-
-# ---- files of the user -----------------------------------------------------------------------------------------------
-
-
-def _read_mapping(path: Path) -> dict[str, str]:
-    """Read the pairs of a mapping file; TOML's dotted keys are tables."""
-    try:
-        if path.stat().st_size > _MAX_MAPPING_BYTES:
-            raise ValueError("it is too large")
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"--mapping {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise InputError(f"--mapping {path}: is not valid {kind}: {first_line(error)}") from None
-    pairs: dict[str, str] = {}
-
-    def collect(prefix: str, value: object) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                collect(f"{prefix}.{key}" if prefix else key, inner)
-        elif isinstance(value, str) and prefix:
-            pairs[prefix] = value
-        else:
-            raise InputError(
-                f'--mapping {path}: {prefix or "its content"} must be text: "layer of the model" = "layer of the file"'
-            )
-
-    collect("", table)
-    return pairs
+# ---- --check ---------------------------------------------------------------------------------------------------------
 
 
 class _ExpectedLogits(NamedTuple):
@@ -278,7 +217,7 @@ class _ExpectedLogits(NamedTuple):
             raise InputError(
                 f"{where}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
-                "wrongly (--mapping), epsilon of batch normalisation (--epsilon), activations or padding differ, or "
-                "logits be probabilities"
+                "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch "
+                "normalisation be unusual, which only .keras and .h5 files of whole models have"
             )
         return difference, absolute

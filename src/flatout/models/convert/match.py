@@ -4,20 +4,17 @@ Shape letters: N images, C channels, H height, W width.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flatout.config.settings import nearest
-from flatout.models.convert.readers import SourceCheckpoint
+from flatout.models.convert.readers import SourceCheckpoint, last_part
 from flatout.models.layers import keep_modes
-from flatout.utils.errors import InputError
 
 Kind = Literal["conv", "linear", "norm", "other"]
-_Value = TypeVar("_Value")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # The frameworks' names for the tensors of a layer, and torch's. Paddle's static graphs number them: w_0, b_0, w_1.
@@ -49,8 +46,8 @@ class Layer(NamedTuple):
 Pairs = dict[str, Layer]
 
 
-def layers_of(source: SourceCheckpoint, epsilon: float | None = None) -> list[Layer]:
-    """Group the tensors of a file into layers, in their order; `epsilon` is that of every batch normalisation."""
+def layers_of(source: SourceCheckpoint) -> list[Layer]:
+    """Group the tensors of a file into layers, in their order."""
     grouped: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in source.tensors.items():
         layer, _, role = name.rpartition(".")
@@ -65,20 +62,13 @@ def layers_of(source: SourceCheckpoint, epsilon: float | None = None) -> list[La
             kind = "other"
         else:
             kind = "linear" if weight.ndim == 2 else "conv"
-        if kind in ("linear", "conv") and weight is not None:
-            tensors["weight"] = to_torch_layout(source, kind, weight)
-        layers.append(Layer(name, kind, tensors, epsilon or _epsilon(source, _last(name))))
+        if kind == "linear" and weight is not None and source.framework != "torch":
+            tensors["weight"] = weight.t()
+        elif kind == "conv" and weight is not None and source.framework == "keras":
+            # [H, W, in, out] to [out, in, H, W], in any number of dimensions.
+            tensors["weight"] = weight.permute(-1, -2, *range(weight.ndim - 2))
+        layers.append(Layer(name, kind, tensors, _epsilon(source, last_part(name))))
     return layers
-
-
-def to_torch_layout(source: SourceCheckpoint, kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """Convert the weight of a linear layer or a convolution to torch's layout."""
-    if kind == "linear" and source.framework != "torch":
-        return weight.t()
-    if kind == "conv" and source.framework == "keras":
-        # [H, W, in, out] to [out, in, H, W], in any number of dimensions.
-        return weight.permute(-1, -2, *range(weight.ndim - 2))
-    return weight
 
 
 def _epsilon(source: SourceCheckpoint, layer: str) -> float:
@@ -86,10 +76,6 @@ def _epsilon(source: SourceCheckpoint, layer: str) -> float:
         return source.epsilons[layer]
     is_resnet = source.framework == "keras" and _KERAS_RESNET_NORM.match(layer)
     return _KERAS_RESNET_EPSILON if is_resnet else _EPSILON[source.framework]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 # ---- the layers of a model -------------------------------------------------------------------------------------------
@@ -181,42 +167,16 @@ class _Watch(TorchFunctionMode):
             self._convs[id(output)] = self._names[module]
 
 
-# ---- families of networks, whose layers others name in other ways ----------------------------------------------------
+# ---- Keras's ResNets -------------------------------------------------------------------------------------------------
 
-Namer = Callable[[str], str | None]
-
-# conv2_block1_1_conv, conv2_block1_0_bn: Keras
+# conv2_block1_1_conv, conv2_block1_0_bn
 _KERAS = re.compile(r"conv(?P<stage>[2-5])_block(?P<block>\d+)_(?P<part>[0-3])_(?P<kind>conv|bn)")
-# res2a_branch2a, bn2a_branch1: Keras until 2.2, Caffe
-_OLD_KERAS = re.compile(r"(?P<kind>res|bn)(?P<stage>[2-5])(?P<block>[a-z])_branch(?P<part>1|2[abc])")
-# blocks.3.conv0.bn, blocks.3.short.conv: PaddleClas
-_PADDLE = re.compile(r"blocks\.(?P<block>\d+)\.(?P<part>conv[0-2]|short)\.(?P<kind>conv|bn)")
-_STEM = {
-    **dict.fromkeys(("conv1_conv", "conv1", "stem.0.conv", "stem.conv"), "conv1"),
-    **dict.fromkeys(("conv1_bn", "bn_conv1", "bn1", "stem.0.bn", "stem.bn"), "bn1"),
-    **dict.fromkeys(("predictions", "probs", "fc1000", "fc"), "fc"),
-}
-# _blocks.3._bn0: EfficientNet-PyTorch and EfficientNet-Lite, which is made from it. Blocks are counted over all stages.
-_EFFICIENTNET = re.compile(r"_blocks\.(?P<block>\d+)\.(?P<part>_\w+)")
-_AROUND_BLOCKS = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-_EXPANDING_BLOCK = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
-_PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+# Keras until 2.2: res2a_branch2a
+_OLD_KERAS = re.compile(r"(res|bn)[2-5][a-z]_branch(1|2[abc])")
+_STEM = {"conv1_conv": "conv1", "conv1_bn": "bn1", "predictions": "fc"}
 
 
-def is_resnet(model: nn.Module) -> bool:
+def _is_resnet(model: nn.Module) -> bool:
     """Whether a model has timm's ResNet layers with a plain stem."""
     names = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
     return names <= dict(model.named_children()).keys() and isinstance(model.get_submodule("conv1"), nn.Conv2d)
@@ -224,80 +184,21 @@ def is_resnet(model: nn.Module) -> bool:
 
 def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
     """Whether a model has its strides in other layers than Keras's ResNet with these names."""
-    if not is_resnet(model) or not _are_keras_resnet(names):
+    parts = map(last_part, names)
+    if not _is_resnet(model) or not any(_KERAS.fullmatch(part) or _OLD_KERAS.fullmatch(part) for part in parts):
         return False
     first = model.get_submodule("layer2.0.conv1")
     return isinstance(first, nn.Conv2d) and first.stride == (1, 1)
 
 
-def _are_keras_resnet(names: Collection[str]) -> bool:
-    return any(_KERAS.fullmatch(_last(name)) or _OLD_KERAS.fullmatch(_last(name)) for name in names)
-
-
-def _keras_order(names: Iterable[str]) -> list[str]:
-    """Sort layers of a ResNet in Keras's order of creation: the shortcut before the last convolution."""
-    ordered: list[str] = []
-    for name in names:
-        block, _, part = name.partition(".downsample.")
-        last = f"{block}.{'bn' if part == '1' else 'conv'}3"
-        ordered.insert(ordered.index(last) if part and last in ordered else len(ordered), name)
-    return ordered
-
-
-def resnet_namer(model: nn.Module) -> Namer:
-    """Make a function from the name of a layer to that of timm's ResNet, or None."""
-    depths = [len(list(model.get_submodule(f"layer{stage}").children())) for stage in range(1, 5)]
-    places = [f"layer{stage}.{block}" for stage, depth in enumerate(depths, 1) for block in range(depth)]
-
-    def name_of(name: str) -> str | None:
-        if match := _KERAS.fullmatch(_last(name)):
-            block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
-        elif match := _OLD_KERAS.fullmatch(_last(name)):
-            block = f"layer{int(match['stage']) - 1}.{ord(match['block']) - ord('a')}"
-            part = 0 if match["part"] == "1" else ord(match["part"][1]) - ord("a") + 1
-        elif (match := _PADDLE.search(name)) and int(match["block"]) < len(places):
-            block = places[int(match["block"])]
-            part = 0 if match["part"] == "short" else int(match["part"][-1]) + 1
-        else:
-            return next((own for theirs, own in _STEM.items() if name == theirs or name.endswith(f".{theirs}")), None)
-        is_norm = match["kind"] == "bn"
-        return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
-
-    return name_of
-
-
-def _is_efficientnet(model: nn.Module) -> bool:
-    names = {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"}
-    return names <= dict(model.named_children()).keys()
-
-
-def _efficientnet_namer(model: nn.Module) -> Namer:
-    """Make a function from the name of a layer of EfficientNet-PyTorch to that of timm's EfficientNet, or None."""
-    stages = model.get_submodule("blocks").named_children()
-    blocks = [(f"blocks.{stage}.{name}", block) for stage, inner in stages for name, block in inner.named_children()]
-
-    def name_of(name: str) -> str | None:
-        match = _EFFICIENTNET.fullmatch(name)
-        if match is None:
-            return _AROUND_BLOCKS.get(name)
-        if int(match["block"]) >= len(blocks):
-            return None
-        place, block = blocks[int(match["block"])]
-        part = (_EXPANDING_BLOCK if hasattr(block, "conv_pwl") else _PLAIN_BLOCK).get(match["part"])
-        return part and f"{place}.{part}"
-
-    return name_of
-
-
-def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Rename tensors as in a model of timm's; names of no known family are kept."""
-    namer = _efficientnet_namer(model) if _is_efficientnet(model) else lambda name: None
-    renamed = {}
-    for name, tensor in tensors.items():
-        layer, _, role = name.rpartition(".")
-        own = namer(layer)
-        renamed[f"{own}.{role}" if own else name] = tensor
-    return renamed
+def _resnet_name(name: str) -> str | None:
+    """Convert the name of a layer of Keras's ResNet to that of timm's."""
+    match = _KERAS.fullmatch(last_part(name))
+    if match is None:
+        return _STEM.get(last_part(name))
+    block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
+    is_norm = match["kind"] == "bn"
+    return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
@@ -315,65 +216,36 @@ class Candidate(NamedTuple):
     pairs: dict[str, str]
 
 
-def candidates(
-    source: SourceCheckpoint,
-    model: nn.Module,
-    trace: Trace,
-    heads: Collection[str],
-    *,
-    mapping: Mapping[str, str] | None = None,
-    epsilon: float | None = None,
-) -> Iterator[Candidate]:
+def candidates(source: SourceCheckpoint, model: nn.Module, trace: Trace, heads: Collection[str]) -> Iterator[Candidate]:
     """Yield the ways to match the layers of a file with those of a model, the most certain first.
 
     Args:
         model: only names, types and shapes of its layers are used.
         heads: the layers that may be missing in the file, or have another number of outputs.
-        mapping: the model's layer or tensor -> the file's; these pairs are certain.
-        epsilon: of the file's batch normalisation, if it differs from that of the file and its framework.
-
-    Raises:
-        InputError: the mapping names something that the file or the model does not have.
     """
-    layers = {layer.name: layer for layer in layers_of(source, epsilon)}
-    fixed = _mapped(source, layers, trace, mapping or {})
-    used = {name for layer in fixed.values() for name in layer.name.split(" + ")}
-    free = [layer for name, layer in layers.items() if name not in used]
+    layers = layers_of(source)
     adapter = _Adapter(source, model, trace)
-    if is_resnet(model) and source.framework == "keras":
-        trace = trace._replace(layers={name: trace.layers[name] for name in _keras_order(trace.layers)})
-    if is_resnet(model) and not mapping:
-        namer = resnet_namer(model)
-        named = {own: layer for layer in free if (own := namer(layer.name))}
-        if len(named) > 2 and len(named) == len(free):
+    if _is_resnet(model):
+        named = {own: layer for layer in layers if (own := _resnet_name(layer.name))}
+        if len(named) > 2 and len(named) == len(layers):
             # A deeper network has layers that this one lacks.
             known = {own: layer for own, layer in named.items() if own in trace.layers}
             rest = [layer for own, layer in named.items() if own not in known]
             yield adapter.candidate("by the names of ResNet's layers", known, rest)
-            if _are_keras_resnet(layers):
-                return
-    if _is_efficientnet(model) and not mapping:
-        namer = _efficientnet_namer(model)
-        named = {own: layer for layer in free if (own := namer(layer.name)) in trace.layers}
-        if len(named) == len(free):
-            yield adapter.candidate("by the names of EfficientNet's layers", named, [])
+            return
     # Without scopes, whose number differs: `model.net.conv1`.
-    by_name = {own: layer for layer in free if (own := _own_name(layer.name, trace)) and own not in fixed}
-    if by_name or fixed:
-        rest = [layer for layer in free if layer.name not in {paired.name for paired in by_name.values()}]
-        if source.framework != "torch":
-            rest = _pair_head(heads, by_name, rest)
-        yield adapter.candidate("by name", {**fixed, **by_name}, rest)
-    if 2 * len(by_name) >= len(free) > 0:
+    by_name = {own: layer for layer in layers if (own := _own_name(layer.name, trace))}
+    if by_name:
+        rest = [layer for layer in layers if layer.name not in {paired.name for paired in by_name.values()}]
+        linear = [layer for layer in rest if layer.kind == "linear"]
+        if source.framework != "torch" and len(linear) == len(heads) == 1 and not {*heads} & {*by_name}:
+            # The only linear layer that remains is the head.
+            by_name |= dict(zip(heads, linear, strict=True))
+            rest = [layer for layer in rest if layer is not linear[0]]
+        yield adapter.candidate("by name", by_name, rest)
+    if not by_name or 2 * len(by_name) < len(layers):
         # Where most names are the model's, the order of the others has no meaning.
-        fixed, free = {**fixed, **by_name}, rest
-    else:
-        ordered, rest = _in_order(free, fixed, trace, heads)
-        yield adapter.candidate("by order and shape", {**fixed, **ordered}, rest)
-    shaped, rest = _by_shape(free, fixed, trace, model)
-    rest = _pair_head(heads, shaped, rest, fixed)
-    if trace.layers.keys() <= {*shaped, *fixed, *heads} and all(layer.kind == "linear" for layer in rest):
-        yield adapter.candidate("by shape: verify the result with --check", {**fixed, **shaped}, rest)
+        yield adapter.candidate("by order and shape", *_in_order(layers, trace, heads))
 
 
 def _own_name(name: str, trace: Trace) -> str | None:
@@ -384,55 +256,13 @@ def _own_name(name: str, trace: Trace) -> str | None:
     return None
 
 
-def _pair_head(heads: Collection[str], pairs: Pairs, rest: list[Layer], fixed: Collection[str] = ()) -> list[Layer]:
-    """Pair the only remaining linear layer with the head; return the layers that remain."""
-    linear = [layer for layer in rest if layer.kind == "linear"]
-    if len(linear) == len(heads) == 1 and not {*heads} & {*pairs, *fixed}:
-        pairs[next(iter(heads))] = linear[0]
-        return [layer for layer in rest if layer is not linear[0]]
-    return rest
-
-
-def _mapped(source: SourceCheckpoint, layers: dict[str, Layer], trace: Trace, mapping: Mapping[str, str]) -> Pairs:
-    """Look up the pairs of a mapping file: layers, or single tensors put together to layers."""
-    pairs: Pairs = {}
-    for target, wanted in mapping.items():
-        wanted = wanted.partition(":")[0].replace("/", ".")
-        if target in trace.layers:
-            if wanted not in layers:
-                raise _unknown(target, wanted, "layer", wanted, layers)
-            pairs[target] = layers[wanted]
-            continue
-        (own, _, own_role), (layer, _, role) = target.rpartition("."), wanted.rpartition(".")
-        if own not in trace.layers:
-            hint = nearest(target, list(trace.layers)[:2000])
-            raise InputError(f"--mapping: the model has no layer or tensor {target!r}; {hint}")
-        known, role = layers.get(layer), _ROLES.get(role, role)
-        if known is None or role not in known.tensors:
-            raise _unknown(target, wanted, "tensor", layer, layers)
-        tensor = known.tensors[role]
-        if role not in ("weight", "bias", "running_mean", "running_var"):
-            # Variables outside of layers, such as those of a tf.Module, are laid out for their place in the model.
-            kind = "linear" if tensor.ndim == 2 else "conv" if tensor.ndim > 2 else "other"
-            tensor = to_torch_layout(source, kind, tensor) if own_role == "weight" else tensor
-        before = pairs.get(own, Layer(known.name, trace.layers[own], {}, known.epsilon))
-        names = before.name if known.name in before.name.split(" + ") else f"{before.name} + {known.name}"
-        pairs[own] = Layer(names, before.kind, {**before.tensors, own_role: tensor}, known.epsilon)
-    return pairs
-
-
-def _unknown(target: str, wanted: str, what: str, name: str, layers: Collection[str]) -> InputError:
-    hint = nearest(name, list(layers)[:2000])
-    return InputError(f"--mapping: {target} = {wanted!r}: the file has no such {what}; {hint}")
-
-
-def _in_order(free: list[Layer], fixed: Pairs, trace: Trace, heads: Collection[str]) -> tuple[Pairs, list[Layer]]:
+def _in_order(layers: list[Layer], trace: Trace, heads: Collection[str]) -> tuple[Pairs, list[Layer]]:
     """Pair the layers of each kind in order; also return the file's remaining layers."""
     pairs: Pairs = {}
     rest: list[Layer] = []
     for kind in ("conv", "norm", "linear", "other"):
-        theirs = [layer for layer in free if layer.kind == kind]
-        own = [name for name, own_kind in trace.layers.items() if own_kind == kind and name not in fixed]
+        theirs = [layer for layer in layers if layer.kind == kind]
+        own = [name for name, own_kind in trace.layers.items() if own_kind == kind]
         body = [name for name in own if name not in heads]
         if len(theirs) != len(own) and len(body) < len(own):
             # The file has no head, or one of several layers.
@@ -440,38 +270,6 @@ def _in_order(free: list[Layer], fixed: Pairs, trace: Trace, heads: Collection[s
         pairs |= dict(zip(own, theirs, strict=False))
         rest += theirs[len(own) :]
     return pairs, rest
-
-
-def _by_shape(free: list[Layer], fixed: Pairs, trace: Trace, model: nn.Module) -> tuple[Pairs, list[Layer]]:
-    """Pair each layer with the file's first of its shape; also return the remaining ones."""
-    pairs: Pairs = {}
-    rest = list(free)
-    for name, kind in trace.layers.items():
-        if name not in fixed and (found := next((one for one in rest if _fits(model, name, kind, one)), None)):
-            pairs[name] = found
-            rest.remove(found)
-    return pairs, rest
-
-
-def _fits(model: nn.Module, name: str, kind: str, layer: Layer) -> bool:
-    """Whether two layers have one shape; a linear layer is also a convolution as large as the feature map."""
-    module = model.get_submodule(name)
-    own, theirs = (next(iter(tensors.values())) for tensors in (module.state_dict(), layer.tensors))
-    weight = _as_convolution(module, layer.tensors.get("weight", theirs), False)
-    return kind in (layer.kind, "conv") and own.shape == weight.shape
-
-
-def _as_convolution(module: nn.Module, weight: torch.Tensor, is_channels_last: bool) -> torch.Tensor:
-    """Shape a weight as a convolution's: one of Keras's depthwise, or linear over a whole feature map."""
-    if not isinstance(module, nn.Conv2d):
-        return weight
-    outputs, inputs, height, width = module.weight.shape
-    if inputs == 1 and weight.ndim == 4 and weight.shape[:2] == (outputs // module.groups, module.groups):
-        return weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
-    if weight.shape != (outputs, inputs * height * width):
-        return weight
-    maps = weight.reshape(outputs, height, width, inputs).permute(0, 3, 1, 2)
-    return maps if is_channels_last else weight.reshape(module.weight.shape)
 
 
 class _Adapter:
@@ -500,13 +298,16 @@ class _Adapter:
         tensors = dict(layer.tensors)
         shape = self._trace.flattened.get(own)
         weight = tensors.get("weight")
-        if shape and weight is not None and weight.ndim == 2 and self._source.is_channels_last:
+        if weight is not None and weight.ndim == 2 and shape and self._source.is_channels_last:
             channels, height, width = shape
             if weight.shape[1] == channels * height * width:
                 maps = weight.reshape(len(weight), height, width, channels)
                 tensors["weight"] = maps.permute(0, 3, 1, 2).reshape(weight.shape)
-        if weight is not None and layer.kind in ("conv", "linear"):
-            tensors["weight"] = _as_convolution(module, tensors["weight"], self._source.is_channels_last)
+        if weight is not None and weight.ndim == 4 and isinstance(module, nn.Conv2d):
+            outputs, inputs = module.weight.shape[:2]
+            if inputs == 1 and weight.shape[:2] == (outputs // module.groups, module.groups):
+                # A depthwise kernel of Keras's.
+                tensors["weight"] = weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
         lacks_bias = "bias" not in tensors and getattr(module, "bias", None) is not None
         if self._source.framework != "torch" and layer.kind == "norm":
             self._complete_norm(module, layer, tensors)

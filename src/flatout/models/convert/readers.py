@@ -11,7 +11,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeGuard
@@ -76,24 +76,16 @@ def find_file(path: Path) -> Path:
         return index
     if not path.is_dir():
         raise InputError(f"--weights {path}: there is no such file or folder")
-    return next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None) or _newest_checkpoint(path)
-
-
-def _newest_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint that TensorFlow's file `checkpoint` names, or the only one."""
-    found = sorted(folder.glob("*.index"))
-    state = folder / "checkpoint"
-    if state.is_file():
-        lines = state.read_text(encoding="utf-8", errors="replace")[:100_000].splitlines()
-        named = [line.partition(":")[2].strip(' "') for line in lines if line.startswith("model_checkpoint_path")]
-        # Its folder may be that of another machine.
-        found = [folder / f"{Path(name).name}.index" for name in named] or found
-    if len(found) == 1 and found[0].is_file():
-        return found[0]
-    if found:
-        one = one_line(found[0])
-        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one}")
-    raise InputError(f"{folder}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
+    if found := next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None):
+        return found
+    checkpoints = sorted(path.glob("*.index"))
+    if not checkpoints:
+        names = ", ".join(_IN_A_FOLDER)
+        raise InputError(f"{path}: the folder holds none of {names}, and no checkpoint; name the file")
+    if len(checkpoints) > 1:
+        example = one_line(checkpoints[-1])
+        raise InputError(f"{path}: holds {len(checkpoints)} checkpoints; name one of them, such as {example}")
+    return checkpoints[0]
 
 
 def read_file(path: Path) -> SourceCheckpoint:
@@ -106,10 +98,8 @@ def read_file(path: Path) -> SourceCheckpoint:
         tensors = read_weights(path)[0]
         # The format has no order.
         return SourceCheckpoint("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
-    return _reader(path)(path)
-
-
-def _reader(path: Path) -> Callable[[Path], SourceCheckpoint]:
+    if path.suffix in (".pdiparams", ".pdmodel"):
+        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -117,18 +107,15 @@ def _reader(path: Path) -> Callable[[Path], SourceCheckpoint]:
             end = file.read(8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    if path.suffix in (".pdiparams", ".pdmodel"):
-        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     if path.suffix == ".index" or end == tensorflow.MAGIC:
-        return lambda path: SourceCheckpoint("keras", tensorflow.read_variables(path))
+        return SourceCheckpoint("keras", tensorflow.read_variables(path))
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
-        return _read_h5
+        return _read_hdf5(path, path, None)
     if path.suffix == ".keras" or (start.startswith(b"PK") and _KERAS_WEIGHTS in _zip_sizes(path)):
-        return _read_keras
+        return _read_keras(path)
     is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
-    if path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES):
-        return _read_paddle
-    return _read_torch
+    is_paddle = path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES)
+    return _read_paddle(path) if is_paddle else _read_torch(path)
 
 
 def _zip_sizes(path: Path) -> dict[str, int]:
@@ -206,8 +193,6 @@ def _read_torch(path: Path) -> SourceCheckpoint:
 # `.pdparams` are pickles of a dict from names to NumPy arrays: `_build_saved_state_dict` in Paddle's
 # `python/paddle/framework/io.py`, `_unpack_saved_dict` in `io_utils.py`.
 
-# Protocols 2 and 3 split parameters of over 4 GB: name -> {"OriginShape": (...), "slices": [names]}.
-_PARTS = "UnpackBigParamInfor@@"
 _CONSTRUCTORS = {
     ("collections", "OrderedDict"),
     ("_codecs", "encode"),  # bytes in protocol 2
@@ -239,7 +224,10 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old names of NumPy's modules
             loaded = _unnested(_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load())
-        arrays = _paddle_arrays(loaded) if isinstance(loaded, dict) else {}
+        # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
+        pairs = loaded.items() if isinstance(loaded, dict) else ()
+        values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in pairs}
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         tensors = {name.replace("/", "."): _paddle_tensor(array) for name, array in arrays.items()}
     except Exception as error:  # a pickle can make the constructors raise anything
         raise damaged(path, "Paddle parameters", error if str(error) else type(error).__name__) from None
@@ -248,16 +236,6 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         raise InputError(f"{path}: holds no parameters (names with arrays), but {found}")
     _check_bytes(path, tensors, len(content))
     return SourceCheckpoint("paddle", tensors)
-
-
-def _paddle_arrays(loaded: dict[Any, Any]) -> dict[str, np.ndarray]:
-    # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
-    values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in loaded.items()}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    for name, parts in loaded.get(_PARTS, {}).items():
-        slices = [arrays.pop(part) for part in parts["slices"]]
-        arrays[str(name)] = np.concatenate([part.reshape(-1) for part in slices]).reshape(parts["OriginShape"])
-    return arrays
 
 
 def _paddle_tensor(array: np.ndarray) -> torch.Tensor:
@@ -278,10 +256,6 @@ _MAX_RATIO = 20
 _NORM = {4: ("gamma", "beta", "moving_mean", "moving_variance"), 2: ("moving_mean", "moving_variance")}
 _NORM_OF_THREE = {True: ("gamma", "moving_mean", "moving_variance"), False: ("beta", "moving_mean", "moving_variance")}
 _SKIPPED = {"optimizer", "optimizer_weights", "seed_generator", "metrics", "top_level_model_weights"}
-
-
-def _read_h5(path: Path) -> SourceCheckpoint:
-    return _read_hdf5(path, path, None)
 
 
 def _read_keras(path: Path) -> SourceCheckpoint:
@@ -368,8 +342,8 @@ def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[
         if variables == "vars" and hasattr(objects[name], "is_virtual") and not _SKIPPED & {*path}:
             layers.setdefault("/".join(path).strip("/"), []).append(objects[name])
     named = {_layer_name(path, objects): datasets for path, datasets in layers.items()}
-    for name in sorted(named, key=lambda name: description.order.get(_last(name), len(description.order))):
-        datasets, config = named[name], description.configs.get(_last(name), {})
+    for name in sorted(named, key=lambda name: description.order.get(last_part(name), len(description.order))):
+        datasets, config = named[name], description.configs.get(last_part(name), {})
         dims = [len(dataset.shape) for dataset in datasets]
         if len(datasets) in (2, 3, 4) and set(dims) == {1}:
             roles = _NORM_OF_THREE[bool(config.get("scale"))] if len(datasets) == 3 else _NORM[len(datasets)]
@@ -389,7 +363,8 @@ def _layer_name(path: str, objects: dict[str, Any]) -> str:
     return ".".join([*parts[:-1], last.replace(".", "_")])
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """Return the name without its scopes."""
     return name.rpartition(".")[2]
 
 

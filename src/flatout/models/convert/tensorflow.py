@@ -16,7 +16,7 @@ import torch
 
 from flatout.data.formats.shards import fields, inside, masked_crc32c, signed, varint
 from flatout.models.weights import damaged, natural
-from flatout.utils.errors import InputError, one_line
+from flatout.utils.errors import InputError
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER_BYTES = 48
@@ -54,7 +54,7 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
         shards, is_big_endian = settings[1], bool(settings[2])
         if is_big_endian or not 0 < shards < 100_000:
             raise ValueError("it has numbers of another byte order" if is_big_endian else "it has no shards")
-        entries = {key.decode(): _entry(path, key.decode(), value) for key, value in table.items()}
+        entries = {key.decode(): _entry(value) for key, value in table.items()}
         names = _names(_full_names(path, shards, entries), entries)
     except InputError:
         raise
@@ -125,7 +125,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         position += own + size
 
 
-def _entry(path: Path, name: str, value: bytes) -> _Entry:
+def _entry(value: bytes) -> _Entry:
     numbers: dict[int, int] = {}
     shape, checksum = list[int](), b""
     for number, found in fields(value, slice(0, len(value))):
@@ -136,10 +136,7 @@ def _entry(path: Path, name: str, value: bytes) -> _Entry:
         elif number == 6 and isinstance(found, slice):
             checksum = value[found]
         elif number == 7:
-            raise InputError(
-                f"{path}: the variable {one_line(name)} is partitioned, which is not supported; load the checkpoint in "
-                "TensorFlow and save it without a partitioner"
-            )
+            raise ValueError("a variable is partitioned; save the checkpoint without a partitioner")
         elif isinstance(found, int):
             numbers[number] = signed(found)
     if min([0, *shape, *numbers.values()]) < 0:
