@@ -60,7 +60,8 @@ def test_what_was_planned_fits_the_time_at_the_measured_speed() -> None:
 def test_more_time_gives_more_epochs_whose_weights_are_averaged() -> None:
     shorter, longer = plan(400), plan(600)
     assert 6 < shorter.epochs < longer.epochs
-    assert longer.averaging == pytest.approx(1 - 1 / (32 * longer.epochs), abs=1e-4) > shorter.averaging
+    assert longer.averaging == pytest.approx(1 - 1 / (32 * longer.epochs), abs=1e-4)
+    assert longer.averaging > shorter.averaging
 
 
 def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import tasks
 from flatout.data.batches import Split
 from flatout.report.html import data_uri, thumbnail
 from flatout.utils import run_files

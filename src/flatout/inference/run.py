@@ -24,8 +24,7 @@ from flatout.inference.predictions import Confusion, StoredPrediction, StoredPre
 from flatout.models.build import build_model
 from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
-from flatout.tasks import task_of
-from flatout.tasks import SingleLabel, confusion
+from flatout.tasks import SingleLabel, confusion, task_of
 from flatout.utils.console import Console, in_notebook
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import (
