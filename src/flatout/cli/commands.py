@@ -536,7 +536,7 @@ def _reading(args: Namespace) -> Recipe:
 
 @command(
     "FILE",
-    "--model --out --check --size --classes --channels --json",
+    "--model --out --check --size --classes --channels --verbose --json",
     "convert model.keras --model fashion-cnn --out weights.safetensors",
     FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
     model={"required": True},
@@ -560,7 +560,7 @@ def do_convert(args: Namespace, console: Console) -> Output:
         check=args.check,
         report=console.note,
     )
-    return result, format_conversion(result)
+    return result, format_conversion(result, verbose=args.verbose)
 
 
 SHELLS = ("bash", "zsh", "fish")

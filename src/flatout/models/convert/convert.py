@@ -95,16 +95,19 @@ def convert(
     }
 
 
-def format_conversion(result: Mapping[str, Any]) -> list[str]:
-    """Format the result of `convert` for the terminal."""
+def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
+    """Format the result of `convert` for the terminal; `verbose` adds the pairs of layers whose names differ."""
+    pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if theirs not in (own, "")]
+    lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs and verbose else []
     head = f"{result['classes']} outputs" if result["classes"] else "without a head"
     built = f"{result['model']} for {shown(result['image_size'])} pixels, {result['channels']} channels, {head}"
-    line = f"{result['out']}: {result['tensors']} tensors, all matched (--json lists the layers), of {built}"
+    hint = " (--verbose lists the layers)" if pairs and not verbose else ""
+    lines.append(f"{result['out']}: {result['tensors']} tensors, all matched{hint}, of {built}")
     if result["difference"] is None:
         note = "not compared with the source framework: --check arrays.npz does that"
     else:
         note = f"the largest difference of logits is {result['difference']:.1e} of the largest logit"
-    return [line, note]
+    return [*lines, note]
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
