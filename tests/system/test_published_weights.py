@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save, save_file
 from torch import nn
@@ -151,7 +151,6 @@ def test_proxies_and_tokens_are_those_of_huggingface_hub(
 ):
     set_endpoint(monkeypatch, "http://hub.test")
     assert unreachable()
-    close_session()
     monkeypatch.setenv("HTTP_PROXY", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert not unreachable()

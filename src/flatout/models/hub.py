@@ -11,10 +11,12 @@ import re
 import socket
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flatout.utils.errors import InputError, WeightsUnavailable, first_line
 
@@ -26,7 +28,7 @@ _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # Timeout of a silent download from a URL; for the hub it is HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
 # Timeout of the attempt to connect to the hub.
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 1.0
 # SHA-256 in file names: torch.hub uses the first digits, the Hugging Face cache all 64 for large files.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
 
@@ -207,28 +209,42 @@ def _is_damaged(path: Path) -> bool:
 
 
 def unreachable() -> str:
-    """Return why the Hugging Face hub cannot be reached, within two seconds; "" if it can.
+    """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
+    from huggingface_hub import constants
+
+    address = constants.ENDPOINT
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connection_error(_host_and_port(address))
+    return f"{address} cannot be reached ({reason})" if reason else ""
+
+
+def _connection_error(place: tuple[str, int]) -> str:
+    """Try to connect to a host and port; return the error, or "".
 
     Name resolution has no timeout, so a thread does everything, and is abandoned if it takes long.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    address, failures = constants.ENDPOINT, list[str]()
-    if constants.HF_HUB_OFFLINE:
-        return f"{address} cannot be reached (HF_HUB_OFFLINE is set)"
+    failures: list[str] = []
 
     def connect() -> None:
         try:
-            get_session().head(address, timeout=_CONNECT_SECONDS)
-        except Exception as error:  # of huggingface_hub's HTTP library, which differs by version
+            socket.create_connection(place, _CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:  # an invalid name is a UnicodeError
             failures.append(first_line(error))
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_CONNECT_SECONDS)
-    reason = f"no connection within {_CONNECT_SECONDS:g} s" if thread.is_alive() else "".join(failures)
-    return f"{address} cannot be reached ({reason})" if reason else ""
+    return f"no connection within {_CONNECT_SECONDS:g} s" if thread.is_alive() else "".join(failures)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and port to connect to: the server, or the proxy of the environment or the system."""
+    parts = urlsplit(address)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    default = {"https": 443, "http": 80}.get(parts.scheme, 1080)  # of SOCKS
+    return parts.hostname or "", parts.port or default
 
 
 # ---- downloads -------------------------------------------------------------------------------------------------------
