@@ -13,6 +13,8 @@ from typing import Any
 import timm
 import torch
 
+from flatout.models.convert.match import to_timm_names
+
 Split = list[tuple[str, int]]
 
 # The networks, and the packages that hold their weights.
@@ -65,10 +67,9 @@ def timm_name(network: str) -> str:
 
 
 def timm_weights(network: str, folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return the published weights by the names of timm's network, whose layers have the same order."""
+    """Return the published weights by the names of timm's network."""
     model = timm.create_model(timm_name(network))
-    weights = torch.load(weights_file(network, folder), weights_only=True)
-    return dict(zip(model.state_dict(), weights.values(), strict=True))
+    return to_timm_names(model, torch.load(weights_file(network, folder), weights_only=True))
 
 
 def create_network(network: str, folder: Path | None) -> Any:

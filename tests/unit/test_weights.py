@@ -1,5 +1,6 @@
 """Weights in and out of models and files: what loads, what is reported, what is refused, and that damage is noticed."""
 
+import os
 import pickle
 import resource
 from pathlib import Path
@@ -258,6 +259,27 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path: Path)
     save_tensors(tmp_path / "w.safetensors", make("timm:test_vit2", size=160, channels=3).state_dict(), {})
     with pytest.raises(InputError, match=r"do not fit the model: .* missing"):
         load(make("timm:test_vit", size=64, channels=3), tmp_path / "w.safetensors", name="timm:test_vit", size=64)
+
+
+class Executes:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickle_that_executes_code_is_refused_and_not_executed(tmp_path: Path):
+    marker = tmp_path / "executed"
+    torch.save({**make().state_dict(), "boom": Executes(marker)}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"w\.pt: holds code \(\w+\.mkdir\) besides tensors.*refused"):
+        load(make(), tmp_path / "w.pt")
+    assert not marker.exists()
+    torch.load(tmp_path / "w.pt", weights_only=False)  # the file does execute code where it is let
+    assert marker.exists()
+    torch.save(make(), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"holds code \(flatout\.models\.nets\.FashionCNN\)"):
+        load(make(), tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(

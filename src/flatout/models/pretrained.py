@@ -11,7 +11,7 @@ from torch import nn
 from flatout.config import Recipe
 from flatout.config.settings import shown
 from flatout.models.build import create_timm, quiet, seeded
-from flatout.models.convert.match import candidates, has_other_strides, layers_of, trace
+from flatout.models.convert.match import candidates, has_other_strides, layers_of, to_timm_names, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.hub import FIX, find_installed, find_weights
 from flatout.models.layers import head_modules
@@ -56,10 +56,7 @@ def _load_published(model: nn.Module, recipe: Recipe, report: Callable[[str], No
     try:
         source = read_file(path)
         if recipe.model.startswith("timm:"):
-            tensors = source.tensors
-            if installed:
-                # The last way is by the order of the layers: their names are not timm's.
-                *_, (_, tensors, _) = _ways(model, source, recipe.image_sides)
+            tensors = to_timm_names(model, source.tensors) if installed else source.tensors
             outputs = _timm_config(model)["num_classes"]
             source = SourceCheckpoint("torch", _adapt(model, recipe, tensors, outputs, path))
         return fit(model, source, path, recipe.image_sides, report)

@@ -4,8 +4,8 @@ Shape letters: N images, C channels, H height, W width.
 """
 
 import re
-from collections.abc import Collection, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from flatout.models.convert.readers import SourceCheckpoint, last_part
 from flatout.models.layers import keep_modes
 
 Kind = Literal["conv", "linear", "norm", "other"]
+_Value = TypeVar("_Value")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # The frameworks' names for the tensors of a layer, and torch's. Paddle's static graphs number them: w_0, b_0, w_1.
@@ -167,13 +168,31 @@ class _Watch(TorchFunctionMode):
             self._convs[id(output)] = self._names[module]
 
 
-# ---- Keras's ResNets -------------------------------------------------------------------------------------------------
+# ---- families of networks, whose layers others name in other ways ----------------------------------------------------
 
 # conv2_block1_1_conv, conv2_block1_0_bn
 _KERAS = re.compile(r"conv(?P<stage>[2-5])_block(?P<block>\d+)_(?P<part>[0-3])_(?P<kind>conv|bn)")
 # Keras until 2.2: res2a_branch2a
 _OLD_KERAS = re.compile(r"(res|bn)[2-5][a-z]_branch(1|2[abc])")
 _STEM = {"conv1_conv": "conv1", "conv1_bn": "bn1", "predictions": "fc"}
+# _blocks.3._bn0: EfficientNet-PyTorch and EfficientNet-Lite, which is made from it. Blocks are counted over all stages.
+_EFFICIENTNET = re.compile(r"_blocks\.(?P<block>\d+)\.(?P<part>_\w+)")
+_AROUND_BLOCKS = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
+_EXPANDING_BLOCK = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+_PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 
 
 def _is_resnet(model: nn.Module) -> bool:
@@ -199,6 +218,40 @@ def _resnet_name(name: str) -> str | None:
     block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
     is_norm = match["kind"] == "bn"
     return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
+
+
+def _is_efficientnet(model: nn.Module) -> bool:
+    names = {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"}
+    return names <= dict(model.named_children()).keys()
+
+
+def _efficientnet_namer(model: nn.Module) -> Callable[[str], str | None]:
+    """Make a function from the name of a layer of EfficientNet-PyTorch to that of timm's EfficientNet, or None."""
+    stages = model.get_submodule("blocks").named_children()
+    blocks = [(f"blocks.{stage}.{name}", block) for stage, inner in stages for name, block in inner.named_children()]
+
+    def name_of(name: str) -> str | None:
+        match = _EFFICIENTNET.fullmatch(name)
+        if match is None:
+            return _AROUND_BLOCKS.get(name)
+        if int(match["block"]) >= len(blocks):
+            return None
+        place, block = blocks[int(match["block"])]
+        part = (_EXPANDING_BLOCK if hasattr(block, "conv_pwl") else _PLAIN_BLOCK).get(match["part"])
+        return part and f"{place}.{part}"
+
+    return name_of
+
+
+def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Rename tensors as in a model of timm's; names of no known family are kept."""
+    namer = _efficientnet_namer(model) if _is_efficientnet(model) else lambda name: None
+    renamed = {}
+    for name, tensor in tensors.items():
+        layer, _, role = name.rpartition(".")
+        own = namer(layer)
+        renamed[f"{own}.{role}" if own else name] = tensor
+    return renamed
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
@@ -233,6 +286,11 @@ def candidates(source: SourceCheckpoint, model: nn.Module, trace: Trace, heads: 
             rest = [layer for own, layer in named.items() if own not in known]
             yield adapter.candidate("by the names of ResNet's layers", known, rest)
             return
+    if _is_efficientnet(model):
+        namer = _efficientnet_namer(model)
+        named = {own: layer for layer in layers if (own := namer(layer.name)) in trace.layers}
+        if len(named) == len(layers):
+            yield adapter.candidate("by the names of EfficientNet's layers", named, [])
     # Without scopes, whose number differs: `model.net.conv1`.
     by_name = {own: layer for layer in layers if (own := _own_name(layer.name, trace))}
     if by_name:
