@@ -74,6 +74,21 @@ def test_a_model_is_its_features_and_its_head(name: str, size: int, layers: tupl
     assert_close(model(images)[:, [0, 2, 4]], logits[:, [0, 2, 4]])
 
 
+@torch.no_grad()
+def test_auxiliary_heads_are_silenced() -> None:
+    """volo adds half the largest value over all places of another head."""
+    model = make("volo_d1_224", 224)
+    head = found(model, 224)
+    assert (head.layers, head.silent) == (("head",), ("aux_head",))
+    weight, bias = torch.randn(CLASSES, head.width), torch.randn(CLASSES)
+    set_head(model, head, weight, bias)
+    images = torch.rand(2, 3, 224, 224)
+    assert_close(FeatureNetwork(model, head)(images) @ weight.T + bias, model.eval()(images))
+    assert set(HeadNetwork(model, head).state_dict()) == {
+        f"{layer}.{kind}" for layer in ("head", "aux_head") for kind in ("weight", "bias")
+    }
+
+
 def test_a_head_that_is_not_linear_is_not_one() -> None:
     assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4), nn.Softmax(1)), (8, 8), 3) is None
     assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4)), (9, 9), 3) is None  # fails

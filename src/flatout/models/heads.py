@@ -8,7 +8,7 @@ Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -37,12 +37,15 @@ class Head:
         widths: the number of features that each of them reads.
         outputs: K.
         has_bias: whether any of them has a bias.
+        silent: other layers that contribute to the logits, but not linearly, such as auxiliary heads. The logits are
+            linear while these are zero; `set_head` sets them to zero.
     """
 
     layers: tuple[str, ...]
     widths: tuple[int, ...]
     outputs: int
     has_bias: bool
+    silent: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -51,8 +54,7 @@ class Head:
 
     def of(self, model: nn.Module) -> list[Linear]:
         """Return the layers in a model, or in a copy of it."""
-        found = [model.get_submodule(name) for name in self.layers]
-        return [layer for layer in found if isinstance(layer, Linear)]
+        return _layers(model, self.layers)
 
 
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
@@ -90,9 +92,16 @@ def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head |
             return None
         outputs = logits.shape[1]
         last = [name for name, read in inputs.items() if len(read) == 1 and _outputs(candidates[name]) == outputs]
-        return _head_of(candidates, last[-1:], weights, inputs, logits) or _head_of(
-            candidates, last, weights, inputs, logits
-        )
+        for names in (last[-1:], last):
+            if head := _head_of(candidates, names, weights, inputs, logits):
+                return head
+        for name in last if len(last) > 1 else ():
+            others = tuple(other for other in last if other != name)
+            zeros = {key: torch.zeros_like(w) for key, w in weights.items() if key.rpartition(".")[0] in others}
+            inputs, logits = _computed(model, candidates, {**weights, **zeros}, images)
+            if head := _head_of(candidates, [name], weights, inputs, logits):
+                return replace(head, silent=others)
+    return None
 
 
 def _head_of(
@@ -178,13 +187,14 @@ class FeatureNetwork(nn.Module):
 class HeadNetwork(nn.Module):
     """The head of a model alone: features [B, F] to logits [B, K].
 
-    The layers are those of the model, under the same names.
+    The layers are those of the model, under the same names; silent ones are present, but not computed.
     """
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
         self._head = head
-        for name, layer in zip(head.layers, head.of(model), strict=True):
+        names = (*head.layers, *head.silent)
+        for name, layer in zip(names, _layers(model, names), strict=True):
             *path, last = name.split(".")
             submodule(self, path).add_module(last, layer)
 
@@ -223,6 +233,14 @@ def set_head(
         layer.weight[chosen] = (columns * len(layers)).reshape(-1, *layer.weight.shape[1:]).to(layer.weight)
         if layer.bias is not None:
             layer.bias[chosen] = (bias * (len(layers) / biased)).to(layer.bias)
+    for layer in _layers(model, head.silent):
+        for parameter in layer.parameters():
+            parameter[chosen] = 0
+
+
+def _layers(model: nn.Module, names: Sequence[str]) -> list[Linear]:
+    found = [model.get_submodule(name) for name in names]
+    return [layer for layer in found if isinstance(layer, Linear)]
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[Linear]:
