@@ -400,8 +400,7 @@ def _folder(run: Path | str) -> Path:
 
 @command(
     "DATA",
-    "--data --labels --minutes --job --model --epochs --seed --devices --engine"
-    " --out --images --classes --set --json",
+    "--data --labels --minutes --job --model --epochs --seed --devices --engine --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
     minutes={"help": "with --labels: make the recipe for so many minutes"},

@@ -113,6 +113,10 @@ def run_on_all_ranks(
         for sentence in notes:
             console.note(sentence)
         options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
+        if begins and request.run_dir and not options.overwrite:
+            # A run that is killed before its first epoch is resumed on the same number of processes.
+            (request.run_dir / run_files.LOGS).mkdir(exist_ok=True)
+            write_atomically(request.run_dir / run_files.DEVICES, options.devices.encode())
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         data = pack if is_alone else stack.enter_context(share(pack))
         return call(
