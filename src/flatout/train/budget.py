@@ -1,5 +1,6 @@
 """`--minutes`: the steps that fit into a time budget, measured on the run's devices and corrected during training."""
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.augment import tta_views
 from flatout.inference.calibration import TRAINING_IMAGES
+from flatout.train.photo_plan import MAX_FINE_TUNING
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
 
@@ -54,6 +56,8 @@ class Budget:
         # The last epoch, which may be short, is evaluated like the others.
         self._ends = began + seconds - rates.watch - rates.evaluate - REPORT_SECONDS
         self._steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
+        # After a fitted head, there is little left to learn.
+        self._most = MAX_FINE_TUNING * self._steps if recipe.linear_probe else sys.maxsize
         self._planned_at = self._first_at = time.perf_counter()
         self._first_done: int | None = None
 
@@ -95,9 +99,9 @@ class Budget:
             training = max(elapsed - evaluations * self._rates.watch, elapsed / 2)
             self._rates.step = training / (done - self._first_done)
         self._planned_at = now
-        total, planned = done + self._fitting(), recipe.total_steps(self._steps)
+        total, planned = min(done + self._fitting(), self._most), recipe.total_steps(self._steps)
         is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
-        return self._with_steps(recipe, max(total, done + 1), done) if is_off else recipe
+        return self._with_steps(recipe, total, done) if is_off else recipe
 
     def _each(self) -> float:
         """Return the seconds of a step, and its share of the evaluation after each epoch."""
@@ -108,6 +112,7 @@ class Budget:
 
     def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
         """Return the recipe with a new length from a step on, and the earlier lengths, which repeat the run."""
+        total = max(min(total, self._most), done + 1)
         earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
         if done:
             earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))
@@ -139,6 +144,11 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     count, per_second = planned.total_steps(context.steps_per_epoch) - done, recipe.batch_size / rates.step
     fit = f"{count:,} steps fit, {count / context.steps_per_epoch:.1f} epochs, at {per_second:,.0f} images per second"
     log.note(late or f"--minutes {seconds / 60:g}: {fit}")
+    if planned.linear_probe and planned.epochs >= MAX_FINE_TUNING:
+        log.note(
+            f"fine-tuning ends after {MAX_FINE_TUNING} epochs, before the time is up: more images, or other ones, "
+            "would help more than minutes"
+        )
     log.lap("measure")
     return context.with_recipe(planned), budget
 

@@ -43,6 +43,8 @@ MIRRORED_GAIN = 0.93
 # Candidate epochs of fine-tuning, and the factor of the error by its steps: few steps change little.
 FINE_TUNING_EPOCHS = (1, 2, 3, 4, 5, 6)
 FINE_TUNING_GAINS = ((100, 0.95), (180, 0.83), (270, 0.70), (360, 0.62))
+# More epochs hardly help: on Caltech 101, 6, 9 and 15 epochs end at 0.957, 0.957 and 0.959.
+MAX_FINE_TUNING = 40
 # The share of the layers, the last ones, that is fine-tuned; the time of a step on them relative to the features of its
 # images; and the part of that time spent in earlier layers.
 TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
@@ -203,9 +205,9 @@ def plan_photos(
         speed = rates[place] * chosen.operations
         chosen = best()
     if chosen.epochs:
-        # More epochs use up the time.
+        # More epochs use up the time, as far as they help.
         known, left = rate_of(chosen), time_left()
-        longer = (replace(chosen, epochs=chosen.epochs + more) for more in itertools.count(1))
+        longer = (replace(chosen, epochs=epochs) for epochs in range(chosen.epochs + 1, MAX_FINE_TUNING + 1))
         for choice in itertools.takewhile(lambda choice: choice.seconds(data, known) <= left, longer):
             chosen = choice
     return PhotoPlan(
