@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from about import about
+from flatout.train.photo_plan import averaging, fine_tuning_of
 
 HERE = Path(__file__).resolve().parent
 BATCH = 32
 
 
-def run(data: str, network: str, size: int, mirrored: bool, epochs: int, images: int) -> dict[str, Any]:
-    """Train once, on a known number of images; return accuracies and seconds."""
+def run(data: str, network: str, size: int, mirrored: bool, epochs: int, decay: float) -> dict[str, Any]:
+    """Train once; return accuracies and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
         settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs}
         settings |= {"precision": "fp32", "pretrained": "true", "batch_size": BATCH}
         if epochs:
-            from flatout.train.photo_plan import averaging, fine_tuning_of
-
-            settings["ema"] = averaging(epochs * -(-images // BATCH))
+            settings["ema"] = decay
             settings["freeze"], settings["norm"], settings["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
@@ -57,13 +56,14 @@ def main() -> None:
         for network in args.networks.split(","):
             wanted = [(size, False, 0) for size in sizes] + [(sizes[-1], True, epochs) for epochs in lengths]
             for size, mirrored, epochs in wanted:
+                # Their number is known from the first runs, which train no epochs.
+                images = next((old["train_images"] for old in found["rows"] if old["data"] == name), 0)
+                decay = averaging(epochs * -(-images // BATCH)) if epochs else 0.0
                 row = {"data": name, "network": network, "size": size, "mirrored": mirrored, "epochs": epochs}
+                row["averaging"] = decay
                 if any(row.items() <= other.items() for other in found["rows"]):
                     continue
-                images = next(
-                    (old["train_images"] for old in found["rows"] if old["data"] == name and not old["epochs"]), 0
-                )
-                found["rows"].append({**row, **run(path, network, size, mirrored, epochs, images)})
+                found["rows"].append({**row, **run(path, network, size, mirrored, epochs, decay)})
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 
