@@ -80,7 +80,8 @@ def test_a_compiled_step_is_recorded_and_its_kernels_spill_nothing(
     for kernel in kernels:
         print(f"{kernel.registers:4} registers {kernel.spilled_bytes:4} bytes spilled  {kernel.name}")
     assert written and written <= Counter(kernel.name for kernel in kernels)
-    assert {kernel.architecture for kernel in kernels} == {"sm_90a"}
+    # With the features of this architecture alone (sm_90a), or without.
+    assert {kernel.architecture.removesuffix("a") for kernel in kernels} == {"sm_90"}
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
 
 
