@@ -87,7 +87,8 @@ class BatchNorm:
             total = self.total if is_batch else int(world.all_reduce(torch.tensor([count], device=x.device)))
         n = total * (x.numel() // (x.shape[0] * channels))
         # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
-        training &= n >= 2
+        # Not `&=`, which the compiler of torch 2.11 cannot write out.
+        training = training and n >= 2
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
         if not training or (is_plain and is_fast and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
