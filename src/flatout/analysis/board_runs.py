@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flatout.analysis.scale import SCALE_RESULT
-from flatout.inference.predictions import pack_images
+from flatout.data.pack import open_pack
 from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
 from flatout.tasks import Task, confusion, task_named
@@ -417,5 +417,15 @@ def _read_stored(run: Path, changed: int) -> StoredPredictions:
         stored=stored,
         task=task_named(files.summary.get("task") or files.recipe.get("task")),
         classes=files.summary.get("classes") or [],
-        pack=pack_images(files.summary, stored),
+        pack=_pack_images(files.summary, stored),
     )
+
+
+def _pack_images(summary: Mapping[str, Any], found: Predictions) -> np.ndarray | None:
+    """Return the decoded images of the pack that a run names, or None if it is no longer in the cache."""
+    if not summary.get("pack") or found.row is None:
+        return None
+    try:
+        return open_pack(Path(summary["pack"]), verify=False).images
+    except (InputError, OSError):
+        return None

@@ -251,15 +251,3 @@ def import_pandas(what: str, otherwise: str = "") -> Any:
     except ImportError:
         raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
     return pandas
-
-
-def pack_images(summary: Mapping[str, Any], found: run_files.Predictions) -> np.ndarray | None:
-    """Return the decoded images of the pack that a run names, or None if it is no longer in the cache."""
-    from flatout.data.pack import open_pack
-
-    if not summary.get("pack") or found.row is None:
-        return None
-    try:
-        return open_pack(Path(summary["pack"]), verify=False).images
-    except (InputError, OSError):
-        return None

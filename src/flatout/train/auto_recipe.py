@@ -323,16 +323,18 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
+    size = None
+    if "image_size" in about and not facts.is_size_given:
+        size = with_settings({"image_size": json.loads(about["image_size"])}).image_size
     if name.startswith("timm:"):
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
-        if not facts.is_size_given and "image_size" in about:
-            size = json.loads(about["image_size"])
-            size = tuple(size) if isinstance(size, list) else size
+        if size:
             recipe["image_size"] = usable_size(name, size, channels=facts.channels)
+            reasons["image_size"] = "; as the weights are"
     else:
         # The weight shapes of most small networks depend on the image size.
-        if "image_size" in about and not facts.is_size_given:
-            facts = _of_size(facts, json.loads(about["image_size"]))
+        if size:
+            facts = _of_size(facts, size)
         if name.startswith("fast-cnn"):
             # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
             recipe, reasons = _fast_cnn(facts, name, speeds and speeds.training)
@@ -341,8 +343,6 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
             recipe, reasons = _fine_tuning(facts, name)
     if "mean" in about and len(json.loads(about["mean"])) == recipe.get("channels", facts.channels):
         recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
-    if "image_size" in about and not facts.is_size_given:
-        reasons["image_size"] = "; as the weights are"
     recipe |= {"weights": str(weights), "pretrained": True}
     return recipe, reasons
 

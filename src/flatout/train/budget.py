@@ -67,7 +67,7 @@ class Budget:
         Raises:
             InputError: not even one epoch fits.
         """
-        total, late = done + self._fitting(), ""
+        total, late = self._total(done), ""
         if total < self._steps:
             epoch = (self._steps - done) * self._each()
             needed, minutes = self._seconds + time.perf_counter() + epoch - self._ends, f"{self._seconds / 60:g}"
@@ -82,7 +82,7 @@ class Budget:
 
     def fits_epoch(self) -> bool:
         """Whether there is time for an epoch, within a fifth."""
-        return self._fitting() >= 0.8 * self._steps
+        return self._total(0) >= 0.8 * self._steps
 
     def is_due(self) -> bool:
         """Whether to replan; for the main process."""
@@ -99,7 +99,7 @@ class Budget:
             training = max(elapsed - evaluations * self._rates.watch, elapsed / 2)
             self._rates.step = training / (done - self._first_done)
         self._planned_at = now
-        total, planned = min(done + self._fitting(), self._most), recipe.total_steps(self._steps)
+        total, planned = self._total(done), recipe.total_steps(self._steps)
         is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
         return self._with_steps(recipe, total, done) if is_off else recipe
 
@@ -107,12 +107,13 @@ class Budget:
         """Return the seconds of a step, and its share of the evaluation after each epoch."""
         return self._rates.step + self._rates.watch / self._steps
 
-    def _fitting(self) -> int:
-        return max(0, int((self._ends - time.perf_counter()) / self._each()))
+    def _total(self, done: int) -> int:
+        """Return the steps of the whole run that fit, as far as they help."""
+        return min(done + max(0, int((self._ends - time.perf_counter()) / self._each())), self._most)
 
     def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
         """Return the recipe with a new length from a step on, and the earlier lengths, which repeat the run."""
-        total = max(min(total, self._most), done + 1)
+        total = max(total, done + 1)
         earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
         if done:
             earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))

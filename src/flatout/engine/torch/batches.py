@@ -6,7 +6,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, S step
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ import torch
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer, placement
 from flatout.tasks import Task
-
-if TYPE_CHECKING:
-    pass
 
 # Batches that are read ahead from memory or disk.
 READ_AHEAD = 3
