@@ -93,8 +93,11 @@ def lose(console: Console) -> None:
     raise RankLost("rank 0 lost touch with the others")
 
 
-def lose_all(console: Console) -> None:
-    raise RankLost("lost touch")
+def lose_on_one(console: Console) -> None:
+    if is_main():
+        raise RankLost("lost touch")
+    # Until the agent ends it, which is no stop of the user's.
+    time.sleep(1000)
 
 
 def refuse_on_one(console: Console) -> None:

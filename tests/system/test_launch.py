@@ -147,7 +147,7 @@ def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("function", "args", "error", "said"),
     [
         (ranks.lose, (), TrainingFailed, r"^rank 1 .* ValueError: the cause"),
-        (ranks.lose_all, (), RankLost, "lost touch"),
+        (ranks.lose_on_one, (), RankLost, "lost touch"),
         (ranks.refuse_on_one, (), InputError, "not mine"),
         (ranks.raise_the_same, (TrainingFailed("the loss is not finite"),), TrainingFailed, "^the loss is not finite$"),
         (ranks.raise_the_same, (Stopped(15),), Stopped, "^15$"),

@@ -316,14 +316,14 @@ class _Launch:
             return self._explain(cause, ranks)
         if signals.number:
             return _End(error=signals.error(), reason="the user stopped the run")
-        if stopped := [rank for rank in ranks if rank.kind == "stopped"]:
+        first = min(ranks, key=lambda rank: rank.time)
+        if first.kind == "stopped":
             # Another host may have stopped the ranks to let a new host in.
             is_over = not hosts.are_several or hosts.reason() != ""
-            return _End(error=stopped[0].value, reason="the run was stopped", may_restart=not is_over, is_counted=False)
-        lost = min(ranks, key=lambda rank: rank.time)
+            return _End(error=first.value, reason="the run was stopped", may_restart=not is_over, is_counted=False)
         if not hosts.are_several:
-            return _End(error=RankLost(lost.message or "all ranks were ended"), reason=lost.message, may_restart=True)
-        reason = lost.message if lost.kind == "silent" else "the ranks of another host are gone"
+            return _End(error=RankLost(first.message or "all ranks were ended"), reason=first.message, may_restart=True)
+        reason = first.message if first.kind == "silent" else "the ranks of another host are gone"
         told = hosts.reason(_REASON_SECONDS)
         error = TrainingFailed(f"{told or reason}\nThe ranks of this host were ended; see the logs of the other one.")
         return _End(error=error, reason=told or reason, may_restart=not told)
