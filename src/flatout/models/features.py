@@ -9,6 +9,8 @@ Shape letters: B batch, F features, C channels, H height, W width, K outputs.
 import contextlib
 import hashlib
 import io
+import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -184,19 +186,31 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
     """Export a network as an ONNX model for any number of images."""
     file = io.BytesIO()
     # Two images, since tracing makes the number 1 a constant; torch warns of Python numbers in a trace.
-    with torch.no_grad(), quiet("torch.onnx"):
+    with torch.no_grad(), quiet("torch.onnx"), _no_output():
         torch.onnx.export(
             network,
             (example[:2].contiguous(),),
             file,  # pyright: ignore[reportArgumentType]
             dynamo=False,  # the other exporter takes ten times as long
-            # ONNX Runtime refuses the operators that the exporter does not know; the exporter would print the graph.
-            operator_export_type=torch.onnx.OperatorExportTypes.ONNX_FALLTHROUGH,
             input_names=["images"],
             output_names=["features"],
             dynamic_axes={"images": {0: "batch"}, "features": {0: "batch"}},
         )
     return file.getvalue()
+
+
+@contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    """Drop what this process prints: the exporter prints the graph of a network that it cannot export, past Python."""
+    sys.stdout.flush()
+    shown, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(shown, 1)
+        os.close(shown)
+        os.close(nowhere)
 
 
 def _session(model: bytes, threads: int) -> Function:
