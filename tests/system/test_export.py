@@ -258,11 +258,9 @@ def test_every_kind_of_run_is_exported(kind: str, tmp_path: Path) -> None:
 def test_smaller_numbers_cost_little_accuracy(tmp_path: Path) -> None:
     data = saved(tmp_path / "data.npz", *patterns(1200, (24, 24), 3))
     run = flatout.fit("fast-cnn-16", data, out=tmp_path / "run", image_size=24, tta=False, **LONG)
-    full, half, quarter = (run.export(tmp_path / f"{p}.onnx", precision=p) for p in ("fp32", "fp16", "int8"))
+    full, half = (run.export(tmp_path / f"{p}.onnx", precision=p) for p in ("fp32", "fp16"))
     assert half.bytes < 0.65 * full.bytes
-    assert quarter.bytes < 0.5 * full.bytes
-    for small in (half, quarter):
-        assert small.run_metrics["accuracy"] > 0.9
-        assert small.equal_labels >= 0.98
-        assert small.largest_difference > full.largest_difference
-        assert f"{100 * small.equal_labels:.2f} % equal labels" in "\n".join(small.lines())
+    assert half.run_metrics["accuracy"] > 0.9
+    assert half.equal_labels >= 0.98
+    assert half.largest_difference > full.largest_difference
+    assert f"{100 * half.equal_labels:.2f} % equal labels" in "\n".join(half.lines())

@@ -72,7 +72,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--format": {"metavar": "NAME", "help": "onnx or exported; default: as the name of --out ends"},
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
-    "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
+    "--precision": {"choices": ("fp32", "fp16"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"required": True, "metavar": "N|HxW", "help": "height and width in pixels"},

@@ -227,8 +227,8 @@ class Run:
         Args:
             out: a new file. A cross-validation is written as the mean of its folds.
             format: "onnx" or "exported" (a `torch.export` program); by default, by the suffix of `out`.
-            precision: of an ONNX file: "fp32", "fp16" or "int8".
-            data: other images to verify on, and to calibrate int8 on; by default the run's own.
+            precision: of an ONNX file: "fp32" or "fp16".
+            data: other images to verify on; by default the run's own.
 
         Raises:
             InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than

@@ -9,9 +9,8 @@ import io
 import json
 import logging
 import re
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,6 @@ Predict = Callable[[np.ndarray], np.ndarray]
 
 # Limit of a protocol buffer, and so of a single file; graph and metadata fit in the rest of 2 GiB.
 MAX_BYTES = 2**31 - 2**24
-# Operators that int8 quantises: they take most time and have the weights. Norms, activations and softmax lose more
-# accuracy than they gain speed.
-_QUANTIZED = ("Conv", "Gemm", "MatMul")
 
 
 @contextlib.contextmanager
@@ -111,14 +107,13 @@ def _short(name: str) -> str:
 # --- ONNX -------------------------------------------------------------------------------------------------------------
 
 
-def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.ndarray]) -> Predict:
+def write_onnx(run: "Run", path: Path, precision: str) -> Predict:
     """Write a run as an ONNX file, and return a function that runs it.
 
     Args:
         run: one run, or a cross-validation, whose folds are averaged.
         path: the file.
-        precision: "fp32"; "fp16" for networks in 16 bits; or "int8", calibrated.
-        calibration: batches of images of the run's size, for int8.
+        precision: "fp32", or "fp16" for networks in 16 bits.
 
     Raises:
         InputError: the model is too large, or uses an operation that ONNX lacks.
@@ -146,8 +141,6 @@ def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.
         for name, axis in zip(("N", "height", "width"), value.type.tensor_type.shape.dim, strict=False):
             if axis.dim_param:
                 axis.dim_param = name
-    if precision == "int8":
-        model = _quantized(model, calibration)
     _strip(model)
     for key, value in metadata_of(run, precision).items():
         model.metadata_props.add(key=key, value=value)
@@ -173,13 +166,6 @@ def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -
     return f"{node.target} of layer {_short(name)!r} ({kind})"
 
 
-def _network_of(node: onnx.NodeProto) -> str:
-    """Return the network that a node belongs to, by the exporter's metadata; empty for none."""
-    scopes = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "")
-    found = re.search(r"'(members\.\d+\.network)\b", scopes)
-    return found[1] if found else ""
-
-
 def _strip(model: onnx.ModelProto) -> None:
     """Remove the exporter's metadata: names, and paths of source files."""
     graph = model.graph
@@ -187,38 +173,3 @@ def _strip(model: onnx.ModelProto) -> None:
         del part.metadata_props[:]
         part.ClearField("doc_string")
     graph.ClearField("value_info")
-
-
-def _quantized(model: onnx.ModelProto, calibration: Sequence[np.ndarray]) -> onnx.ModelProto:
-    """Return an ONNX model whose networks use int8; the rest, such as resizing, stays in 32 bits.
-
-    Weights have a scale for each channel. The range of an activation is the mean of its ranges in the batches of
-    calibration images, so no single image determines it. The first layer of each network stays in 32 bits: it is small,
-    and its value ranges differ most between channels.
-    """
-    from onnxruntime.quantization import CalibrationDataReader, quantize_static
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self._batches = iter(calibration)
-
-        def get_next(self) -> Any:
-            images = next(self._batches, None)
-            return None if images is None else {"images": images}
-
-    layers = [node for node in model.graph.node if _network_of(node) and node.op_type in _QUANTIZED]
-    first = {_network_of(node): node.name for node in reversed(layers)}.values()
-    left_out = [node.name for node in model.graph.node if not _network_of(node) or node.name in first]
-    with tempfile.TemporaryDirectory() as folder, quietly():
-        whole, small = (Path(folder) / name for name in ("whole.onnx", "small.onnx"))
-        onnx.save(model, whole)
-        quantize_static(
-            whole,
-            small,
-            Reader(),
-            op_types_to_quantize=list(_QUANTIZED),
-            nodes_to_exclude=left_out,
-            per_channel=True,
-            extra_options={"CalibMovingAverage": True},
-        )
-        return onnx.load(small)

@@ -13,7 +13,6 @@ import numpy as np
 
 from flatout.config.settings import nearest
 from flatout.data.batches import Split
-from flatout.data.splits import splits_of
 from flatout.inference.evaluate import held_out, labelled
 from flatout.inference.export.formats import Predict, write_onnx, write_program
 from flatout.utils.console import Console
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
 
 # The formats and their file suffixes.
 FORMATS = {"onnx": ".onnx", "exported": ".pt2"}
-PRECISIONS = ("fp32", "fp16", "int8")
-# Training images for the calibration of int8, and images per batch of it.
-CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
+PRECISIONS = ("fp32", "fp16")
 # The minimum share of equal labels of a valid export.
 MIN_EQUAL = 0.9999
 # Maximum number of compared test images, spread evenly.
@@ -100,15 +97,12 @@ def export(
         raise InputError(f"--precision {precision}: is for --format onnx; {chosen} is written in fp32")
     if out.exists():
         raise InputError(f"{out}: exists; choose another --out, or remove it")
-    split, samples, calibration = _images(run, data, console, wants_calibration=precision == "int8")
+    split, samples = _images(run, data, console)
     results: list[Exported] = []
 
     def write(temporary: Path) -> None:
         started = time.monotonic()
-        if chosen == "onnx":
-            predict = write_onnx(run, temporary, precision, calibration)
-        else:
-            predict = write_program(run, temporary)
+        predict = write_onnx(run, temporary, precision) if chosen == "onnx" else write_program(run, temporary)
         written = time.monotonic()
         figures, worst = _compare(run, samples, split, predict, console)
         found = Exported(
@@ -149,32 +143,18 @@ def _format_of(out: Path, wanted: str | None) -> str:
     return chosen
 
 
-def _images(
-    run: "Run", data: Any, console: Console, *, wants_calibration: bool
-) -> "tuple[str, Split, list[np.ndarray]]":
-    """Return the split to verify on, its images, and batches of training images to calibrate on."""
-    first, other = run.members[0], data is not None
+def _images(run: "Run", data: Any, console: Console) -> tuple[str, Split]:
+    """Return the split to verify on, and its images."""
+    other = data is not None
     try:
         pack, labels = labelled(run, data, console)
     except InputError as error:
         hint = "" if other or "--data" in str(error) else "; verify the export on other images with --data PATH"
         raise InputError(f"{error}{hint}") from None
-    split, samples = held_out(first, pack, labels, other=other)
+    split, samples = held_out(run.members[0], pack, labels, other=other)
     if not len(samples):
         raise InputError("there are no images to verify the export on; name some with --data PATH")
-    if not wants_calibration:
-        return split, samples, []
-    training = samples
-    if not other or len(pack.splits) > 1:
-        training = splits_of(pack, first.recipe.data, first.recipe.seed)["train"]
-    positions = _spread(len(training), CALIBRATION_IMAGES)
-    parts = [positions[start : start + CALIBRATION_BATCH] for start in range(0, len(positions), CALIBRATION_BATCH)]
-    return split, samples, [training.images_at(part) for part in parts]
-
-
-def _spread(count: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced positions of `count`, int64."""
-    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+    return split, samples
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
@@ -189,7 +169,7 @@ def _compare(run: "Run", samples: Split, split: str, predict: Predict, console: 
         predict: runs the file.
         console: shows progress.
     """
-    positions = _spread(len(samples), MAX_IMAGES)
+    positions = np.linspace(0, len(samples) - 1, min(len(samples), MAX_IMAGES)).astype(np.int64)
     theirs, ours = [], []
     at_once = min(_AT_ONCE, run.recipe.batch_size)
     for start in range(0, len(positions), at_once):
