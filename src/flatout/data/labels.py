@@ -10,7 +10,6 @@ Labels are interpreted as their distinct values, which are few. Shape letters: N
 """
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,31 +109,31 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a class list: {error}") from None
-    names: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name = line.strip()
-        if not name:
-            raise InputError(f"{path}: line {number} is blank; every line names a class")
-        if name in names:
-            raise InputError(f"{path}: line {number}: class {name!r} is already on line {names[name]}")
-        names[name] = number
+    names = [line.strip() for line in lines]
+    first = {name: number for number, name in reversed([*enumerate(names, start=1)])}
+    if wrong := next((n for n, name in enumerate(names, start=1) if not name or first[name] != n), None):
+        raise InputError(f"{path}: line {wrong} is blank or repeats a class; every line names another class")
     if not names:
         raise InputError(f"{path}: names no classes; write one class name per line")
     return tuple(names)
 
 
-def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split a class list into the labels used by the data, and the class names.
 
     Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
-    ids. Ids are appended to repeated class names.
+    ids.
     """
-    matches = [match for line in lines if (match := _ID_AND_NAME.fullmatch(line))]
-    ids = tuple(match[1] for match in matches)
-    if len(set(ids)) < len(lines) or set(lines).issuperset(used) or not set(ids).issuperset(used):
+    pairs = dict(match.groups() for line in lines if (match := _ID_AND_NAME.fullmatch(line)))
+    if len(pairs) < len(lines) or set(lines).issuperset(used) or not pairs.keys() >= set(used):
         return lines, lines
-    counts = Counter(match[2] for match in matches)
-    return ids, tuple(match[2] if counts[match[2]] == 1 else f"{match[2]} ({match[1]})" for match in matches)
+    return tuple(pairs), tuple(distinct_names(pairs).values())
+
+
+def distinct_names(names: Mapping[Any, str]) -> dict[Any, str]:
+    """Append their id to repeated names: two classes of ImageNet are called crane."""
+    counts = Counter(names.values())
+    return {key: name if counts[name] == 1 else f"{name} ({key})" for key, name in names.items()}
 
 
 # Labels of any form as distinct values
@@ -179,7 +178,7 @@ def read_labels(
     ids, notes = names, ()
     if class_list is not None:
         used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values.tolist()
-        ids, names = split_ids(read_class_list(class_list), set(map(str, used)))
+        ids, names = _split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
         if ids != names and isinstance(labels, DistinctLabels):
             labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
@@ -207,34 +206,29 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     if isinstance(values, list):
         values = _with_lines(values)
         # A NumPy array would pad all texts to the longest.
-        is_long = [isinstance(value, str) and len(value) > MAX_LABEL_LENGTH for value in values]
-        for i in np.flatnonzero(np.array(is_long)[codes])[:1]:
-            text = values[codes[i]]
-            what = f"the label {text[:40]!r}... has {len(text):,} characters; shorten it to {MAX_LABEL_LENGTH:,}"
-            raise InputError(f"{locate(int(i))}: {what}")
+        if long := next((text for text in values if isinstance(text, str) and len(text) > MAX_LABEL_LENGTH), ""):
+            fix = f"shorten it to {MAX_LABEL_LENGTH:,}"
+            raise InputError(f"{where}: the label {long[:40]!r}... has {len(long):,} characters; {fix}")
     need = "give one number or text per image, a list for each, or a column for each class with 1 where it is present"
     try:
         array = np.asarray(values)
     except ValueError:
-        shapes = [np.shape(value) if isinstance(value, (list, tuple, np.ndarray)) else () for value in values]
-        odd = next((i for i, code in enumerate(codes) if shapes[code] != shapes[codes[0]]), 0)
-        raise InputError(f"{locate(odd)}: the labels differ in shape; {need}") from None
+        raise InputError(f"{where}: the labels differ in shape; {need}") from None
     shape, kind = (len(codes), *array.shape[1:]), array.dtype.kind
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     are_rows = array.ndim == 2 and kind in "biuf" and np.isin(array, (0, 1)).all()
     if kind not in "biufUS" or not (array.ndim == 1 or are_rows):
         raise InputError(f"{where}: labels of type {array.dtype} and shape {shape}; {need}")
-    if kind == "S":
-        array = np.char.decode(array, "utf-8", "surrogateescape")  # refused below
     if are_rows:
         return array.astype(np.uint8)[codes]
-    if array.dtype.kind == "U":
-        # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
-        characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
-        if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
+    if kind in "US":
+        try:  # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold
+            array = np.char.decode(array, "utf-8") if kind == "S" else array
+            "".join(array.tolist()).encode()
+        except (ValueError, SystemError):
             fix = "save them again, as UTF-8 or numbers"
-            raise InputError(f"{where}: the labels have characters that do not exist; {fix}")
+            raise InputError(f"{where}: the labels have characters that do not exist; {fix}") from None
     else:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
