@@ -207,7 +207,7 @@ def _entry(path: Path) -> Entry:
             about = json.loads((path / _DESCRIPTIONS[kind]).read_text(encoding="utf-8"))
             what = about["url"] if kind != "packs" else f"{about['images']:,} images, {about['path'] or about['kind']}"
         except (OSError, ValueError, LookupError, TypeError):
-            what = f"incomplete entry of {kind}"
+            what = f"incomplete: {path.name}"
     return Entry(path=path, what=what, size_bytes=size_bytes, used=used, is_limited=kind in _DESCRIPTIONS)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.formats.folders import is_image_name, visible
-from flatout.data.labels import distinct_names, find_class_list_beside
+from flatout.data.labels import distinct_names, find_class_list
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import is_compressed, reading, tar_members
@@ -57,8 +57,7 @@ def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptio
 def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
-    beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
-    names = class_list or beside
+    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _CLASS_LISTS)
     inputs = (names,) if names and not class_list else ()
     return reference(TFRECORD_KIND, path, splits, lambda splits: _read_tfrecord(path, splits, names, options), inputs)
 
@@ -120,7 +119,7 @@ def expand_braces(path: Path) -> list[Path]:
 
 
 def _choices(text: str) -> list[str]:
-    """Return what a pair of braces stands for; of a long range, one name more than permitted."""
+    """Return what braces stand for; of a long range, one name more than permitted."""
     if not (match := _RANGE.fullmatch(text)):
         return text.split(",")
     first, last = int(match[1]), int(match[2])
