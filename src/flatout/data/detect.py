@@ -15,7 +15,7 @@ from flatout.data.labels import find_class_list
 from flatout.data.pack import open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
-from flatout.data.unpack import SUFFIXES, is_archive, unpack
+from flatout.data.unpack import is_archive, unpack
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
 
@@ -43,8 +43,7 @@ _EXPECTED = (
     ".tar archives of these, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, and packs"
 )
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
-_SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
-_ARCHIVES = (*SUFFIXES, ".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".gz", ".bz2", ".xz", ".zst")
 # Recipe keys that affect what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
@@ -74,8 +73,6 @@ def recognise(
             raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
     if is_pack(path):
         return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
-    if path.is_dir() and not folders.visible(path):
-        raise InputError(f"{path}: is an empty folder; {_EXPECTED}")
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
@@ -131,7 +128,6 @@ class _ArchiveReader:
 
 
 def _content(folder: Path) -> list[Path]:
-    """List a folder of an archive, without files such as a README."""
     return [entry.path for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
@@ -159,25 +155,12 @@ def _read_pack(path: Path) -> ImageDataset:
 
 
 def _explain(path: Path) -> str:
-    """Describe a path without a known format, and what to do."""
-    if not path.is_dir() and path.name.lower().endswith(_ARCHIVES):
-        return "is an archive; unpack it and give the folder"
-    if path.is_file() and path.suffix.lower() in _SPREADSHEETS:
-        return "is a spreadsheet; save it as CSV (UTF-8) with the columns file and label"
-    if path.is_file() and path.suffix.lower() == ".txt":
-        return "is not a list of image file, space and class on each line; rows with commas belong in a .csv file"
-    if path.is_file() and folders.is_image_name(path.name):
-        return "is a single image; give a folder with a folder of images for each class"
-    if path.is_dir():
-        archives = [e.name for e in folders.visible(path) if e.name.lower().endswith(_ARCHIVES)]
-        if archives:
-            known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
-            return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
-        if any(entry.name.lower().endswith(".cls") for entry in folders.visible(path)):
-            return "holds samples of WebDataset; give the shards themselves, uncompressed"
-        if folders.has_images(path):
-            return (
-                "holds images but nothing that names their classes; sort them into a folder for each class, or list "
-                "them in a CSV file with rows of file,label"
-            )
+    files = [entry.name for entry in folders.visible(path)] if path.is_dir() else [path.name]
+    if archive := next((name for name in files if name.lower().endswith(_ARCHIVES)), ""):
+        return f"holds the archive {archive}, which is not read here; give its path, or unpack it and give the folder"
+    if folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name):
+        return (
+            "holds images but nothing that names their classes; sort them into a folder for each class, or list "
+            "them in a CSV file with rows of file,label"
+        )
     return f"holds nothing recognisable; {_EXPECTED}"

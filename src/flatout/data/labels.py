@@ -13,10 +13,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,7 @@ _IF_NUMBERS = "if they are numbers to predict: --set task=regression"
 Locate = Callable[[int], str]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Labels:
+class Labels(NamedTuple):
     """Labels in the form of a pack: task, class names (none in regression), values, and notes for the user."""
 
     task: str
@@ -81,23 +81,18 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
 # Class lists
 
 
-def find_class_list(given: str, folder: Path) -> Path | None:
-    """Find the file of class names: the one given, else `classes.txt` in the folder if present.
+def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
+    """Find the file of class names: the one given, else the first of these names in the folder.
 
     Raises:
         InputError: the given file does not exist.
     """
     if not given:
-        return find_class_list_beside(folder, (CLASS_LIST_NAME,))
+        return next((path for name in names if (path := folder / name).is_file()), None)
     path = Path(given).expanduser()
     if not path.is_file():
         raise InputError(f"{given}: no such class list; give a text file with one class name per line")
     return path
-
-
-def find_class_list_beside(folder: Path, names: Iterable[str]) -> Path | None:
-    """Find the first file of these names in a folder."""
-    return next((path for name in names if (path := folder / name).is_file()), None)
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
@@ -110,31 +105,31 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a class list: {error}") from None
-    names: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name = line.strip()
-        if not name:
-            raise InputError(f"{path}: line {number} is blank; every line names a class")
-        if name in names:
-            raise InputError(f"{path}: line {number}: class {name!r} is already on line {names[name]}")
-        names[name] = number
+    names = [line.strip() for line in lines]
+    first = {name: number for number, name in reversed([*enumerate(names, start=1)])}
+    if wrong := next((n for n, name in enumerate(names, start=1) if not name or first[name] != n), None):
+        raise InputError(f"{path}: line {wrong} is blank or repeats a class; every line names another class")
     if not names:
         raise InputError(f"{path}: names no classes; write one class name per line")
     return tuple(names)
 
 
-def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split a class list into the labels used by the data, and the class names.
 
     Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
-    ids. Ids are appended to repeated class names.
+    ids.
     """
-    matches = [match for line in lines if (match := _ID_AND_NAME.fullmatch(line))]
-    ids = tuple(match[1] for match in matches)
-    if len(set(ids)) < len(lines) or set(lines).issuperset(used) or not set(ids).issuperset(used):
+    pairs = {match[1]: match[2] for line in lines if (match := _ID_AND_NAME.fullmatch(line))}
+    if len(pairs) < len(lines) or set(lines).issuperset(used) or not pairs.keys() >= set(used):
         return lines, lines
-    counts = Counter(match[2] for match in matches)
-    return ids, tuple(match[2] if counts[match[2]] == 1 else f"{match[2]} ({match[1]})" for match in matches)
+    return tuple(pairs), tuple(distinct_names(pairs).values())
+
+
+def distinct_names(names: Mapping[Any, str]) -> dict[Any, str]:
+    """Append their id to repeated names: two classes of ImageNet are called crane."""
+    counts = Counter(names.values())
+    return {key: name if counts[name] == 1 else f"{name} ({key})" for key, name in names.items()}
 
 
 # Labels of any form as distinct values
@@ -179,13 +174,13 @@ def read_labels(
     ids, notes = names, ()
     if class_list is not None:
         used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values.tolist()
-        ids, names = split_ids(read_class_list(class_list), set(map(str, used)))
+        ids, names = _split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
         if ids != names and isinstance(labels, DistinctLabels):
             labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
     found = _interpret(labels, ids, place, subject or where, task)
     classes = names if names is not None and found.classes == ids else found.classes
-    return replace(found, classes=classes, notes=notes + found.notes)
+    return found._replace(classes=classes, notes=notes + found.notes)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -207,34 +202,28 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     if isinstance(values, list):
         values = _with_lines(values)
         # A NumPy array would pad all texts to the longest.
-        is_long = [isinstance(value, str) and len(value) > MAX_LABEL_LENGTH for value in values]
-        for i in np.flatnonzero(np.array(is_long)[codes])[:1]:
-            text = values[codes[i]]
-            what = f"the label {text[:40]!r}... has {len(text):,} characters; shorten it to {MAX_LABEL_LENGTH:,}"
-            raise InputError(f"{locate(int(i))}: {what}")
+        if long := next((text for text in values if isinstance(text, str) and len(text) > MAX_LABEL_LENGTH), ""):
+            fix = f"shorten it to {MAX_LABEL_LENGTH:,}"
+            raise InputError(f"{where}: the label {long[:40]!r}... has {len(long):,} characters; {fix}")
     need = "give one number or text per image, a list for each, or a column for each class with 1 where it is present"
     try:
         array = np.asarray(values)
     except ValueError:
-        shapes = [np.shape(value) if isinstance(value, (list, tuple, np.ndarray)) else () for value in values]
-        odd = next((i for i, code in enumerate(codes) if shapes[code] != shapes[codes[0]]), 0)
-        raise InputError(f"{locate(odd)}: the labels differ in shape; {need}") from None
+        raise InputError(f"{where}: the labels differ in shape; {need}") from None
     shape, kind = (len(codes), *array.shape[1:]), array.dtype.kind
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     are_rows = array.ndim == 2 and kind in "biuf" and np.isin(array, (0, 1)).all()
     if kind not in "biufUS" or not (array.ndim == 1 or are_rows):
         raise InputError(f"{where}: labels of type {array.dtype} and shape {shape}; {need}")
-    if kind == "S":
-        array = np.char.decode(array, "utf-8", "surrogateescape")  # refused below
     if are_rows:
         return array.astype(np.uint8)[codes]
-    if array.dtype.kind == "U":
+    if kind in "US":
+        array = np.char.decode(array, "utf-8", "surrogateescape") if kind == "S" else array
         # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
         characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
         if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
-            fix = "save them again, as UTF-8 or numbers"
-            raise InputError(f"{where}: the labels have characters that do not exist; {fix}")
+            raise InputError(f"{where}: the labels have characters that do not exist; save them as UTF-8 or numbers")
     else:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
@@ -269,7 +258,6 @@ def _with_lines(values: list[Any]) -> list[Any]:
 
 
 def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
-    """Convert `DistinctLabels`, or rows of 0 and 1, to the labels of a task."""
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":
@@ -289,11 +277,6 @@ def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subje
 
 
 def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
-    """Infer the task from the labels.
-
-    Raises:
-        InputError: several tasks are possible.
-    """
     if isinstance(labels, np.ndarray):
         return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
     if labels.values.dtype.kind == "f":
@@ -313,13 +296,14 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
             return "regression"  # which refuses texts among the numbers
         # Class indices are dense, or have many images each.
         are_spread = are_many and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts)
+    have_commas = any("," in text and _DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
     mark, is_sure = _find_separator(texts)
     if is_sure and not are_spread:
         return "multi-label"
     if mark and not are_spread:
         what = f"has several labels in one, or names with {mark!r} in them"
         texts = [text for text in texts if mark in text]
-    elif are_spread or (are_mostly_different and (are_many or _are_decimals_with_commas(texts))):
+    elif are_spread or (are_mostly_different and (are_many or have_commas)):
         what = f"holds {len(texts):,} different labels for {count:,} images"
     else:
         return "single-label"
@@ -327,10 +311,6 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
         f"{subject}: {what}, such as {', '.join(map(repr, texts[:3]))}; --set task=single-label, multi-label or "
         "regression decides, or a file that lists the classes, one per line: --set data.classes=FILE"
     )
-
-
-def _are_decimals_with_commas(texts: list[str]) -> bool:
-    return all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts) and any("," in text for text in texts)
 
 
 def _find_separator(texts: list[str]) -> tuple[str, bool]:
@@ -343,11 +323,10 @@ def _find_separator(texts: list[str]) -> tuple[str, bool]:
     known = set(texts)
     for mark in _SEPARATORS:
         joined = [_split(text, mark) for text in texts if mark in text]
-        parts = {part for text in joined for part in text}
+        parts = set(chain.from_iterable(joined))
         is_shared = len(joined) >= 3 and 2 * len(parts) < len(joined)
         are_labels = any(len(text) > 1 and known.issuperset(text) for text in joined)
-        has_common = mark == "|" and len(parts) < sum(len(set(text)) for text in joined)
-        if is_shared or are_labels or has_common:
+        if is_shared or are_labels or (mark == "|" and len(parts) < sum(map(len, map(set, joined)))):
             return mark, is_shared or mark in "|;"
     return "", False
 
@@ -363,9 +342,8 @@ def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
     numbers = labels.values
     if numbers.dtype.kind == "U":
-        texts = numbers.tolist()
-        fix = "write decimals with a point, such as 1.5" if any("," in text for text in texts) else ""
-        _refuse(labels, [not _DECIMAL.fullmatch(text) for text in texts], locate, "not a number:", fix)
+        is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
+        _refuse(labels, is_wrong, locate, "not a number:", "write numbers such as 1.5")
         numbers = numbers.astype(np.float64)
     with np.errstate(over="ignore"):
         values = numbers.astype(np.float32)

@@ -1,12 +1,11 @@
-"""Data that has been recognised (`DataSource`), data that has been read (`ImageDataset`), and its images in lists."""
+"""Data that has been recognised (`DataSource`), and data that has been read (`ImageDataset`)."""
 
 import errno
 import os
 import re
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from flatout.config import Data
 from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
-from flatout.data.labels import count_classes, read_labels
+from flatout.data.labels import count_classes, first_few, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
@@ -47,57 +46,13 @@ class Slice:
 
 
 class ImageBytesList(Sequence[ImageBytes]):
-    """Images in a list that stores paths and slices in few bytes: millions take little memory."""
+    """A list of images, which may be millions: paths are stored as text, which takes a third of the memory."""
 
-    def __init__(self, *parts: Iterable[ImageBytes]) -> None:
-        # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name, and
-        # for slices an offset and a size.
-        self._owners: list[Any] = []
-        self._numbers: dict[Any, int] = {}  # of the owners
-        self._owner, self._names, self._places = array("L"), list[str](), array("Q")
-        for part in parts:
-            if isinstance(part, ImageBytesList):
-                own = np.array([self._number_of(owner) for owner in part._owners], np.dtype("L"))
-                self._add(own[np.asarray(part._owner)], part._names, part._places)
-                continue
-            for image in part:
-                self.append(image)
-
-    @classmethod
-    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: list[str]) -> "ImageBytesList":
-        """Make a list of paths from folders and, for each path, its folder index and name."""
-        files = cls()
-        files._owners = list(folders)
-        files._add(numbers.astype(np.dtype("L")), names, array("Q", bytes(16 * len(names))))
-        return files
-
-    def _add(self, owner: np.ndarray, names: list[str], places: "array[int]") -> None:
-        self._owner.frombytes(owner.tobytes())
-        self._names += names
-        self._places += places
-
-    def _number_of(self, owner: Any) -> int:
-        """Return the index of an owner, added if new."""
-        number = len(self._owners)
-        if isinstance(owner, str | Path):
-            number = self._numbers.setdefault(owner, number)
-        if number == len(self._owners):
-            self._owners.append(owner)
-        return number
-
-    def append(self, image: ImageBytes) -> None:
-        """Add an image to the end."""
-        owner, name, offset, size = image, "", 0, 0
-        if isinstance(image, Path):
-            owner, name = os.path.split(image)
-        elif isinstance(image, Slice):
-            owner, name, offset, size = image.file, image.name, image.offset, image.size
-        self._owner.append(self._number_of(owner))
-        self._names.append(name)
-        self._places.extend((offset, size))
+    def __init__(self, images: Iterable[ImageBytes | str]) -> None:
+        self._images = [str(image) if isinstance(image, Path) else image for image in images]
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._images)
 
     @overload
     def __getitem__(self, index: int) -> ImageBytes: ...
@@ -105,14 +60,9 @@ class ImageBytesList(Sequence[ImageBytes]):
     def __getitem__(self, index: slice) -> Sequence[ImageBytes]: ...
     def __getitem__(self, index: int | slice) -> ImageBytes | Sequence[ImageBytes]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        owner, name = self._owners[self._owner[index]], self._names[index]
-        if isinstance(owner, str):
-            return Path(owner, name)
-        if isinstance(owner, Path):
-            return Slice(owner, name, *self._places[2 * index : 2 * index + 2])
-        return owner
+            return ImageBytesList(self._images[index])
+        image = self._images[index]
+        return Path(image) if isinstance(image, str) else image
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,7 +80,7 @@ class ImageDataset:
         images: uint8 or uint16 [N, H, W, C], or None.
         groups: text [N], the group of each image, such as its patient; None if unknown.
         notes: sentences for the user about how the data was read.
-        unpacked: the archive that the files are unpacked from, if any; they may be removed once they are decoded.
+        unpacked: the archive that the files are from, if any; they may be removed once they are decoded.
 
     Raises:
         InputError: there are no training images, fewer than two classes or numbers, or a class without training images.
@@ -167,8 +117,9 @@ class ImageDataset:
         in_train, everywhere = counts["train"], np.sum(list(counts.values()), axis=0)
         if np.count_nonzero(everywhere) < 2:
             names = [name for name, count in zip(self.classes, everywhere, strict=True) if count]
-            found = f"all images are of one class ({names[0]})" if names else "no image has a class"
-            raise InputError(f"{where}: {found}; at least two are needed")
+            raise InputError(
+                f"{where}: all images are of one class ({', '.join(names) or 'none'}); at least two are needed"
+            )
         for index in np.flatnonzero((in_train == 0) & (everywhere > 0)):
             others = " and ".join(name for name, count in counts.items() if count[index])
             raise InputError(f"{where}: class {self.classes[index]!r} is in {others} but has no training images")
@@ -192,12 +143,10 @@ class ImageDataset:
         start, stop = self.splits["train"]
         had = count_classes(self.labels[start:stop], len(self.classes))
         left = count_classes(self.labels[start:stop][is_good[start:stop]], len(self.classes))
-        for label in np.flatnonzero((had > 0) & (left == 0)).tolist():
-            is_of_class = self.labels[:, label] > 0 if self.labels.ndim == 2 else self.labels == label
-            index = next(i for i in sorted(bad) if start <= i < stop and is_of_class[i])
+        if len(lost := np.flatnonzero((had > 0) & (left == 0))):
+            what = f"all training images of class {self.classes[lost[0]]!r} are bad"
             raise InputError(
-                f"{self.path}: all {had[label]:,} training images of class {self.classes[label]!r} are bad; repair "
-                f"them (such as {self.files[index]}: {bad[index]})"
+                f"{self.path}: {what}; repair them ({first_few(f'{self.files[i]}: {bad[i]}' for i in bad)})"
             )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
@@ -308,6 +257,7 @@ def assemble(
     bounds = np.cumsum([0, *(len(labels) for _, labels in splits.values())]).tolist()
     images = [images for images, _ in splits.values()]
     is_files = not isinstance(images[0], np.ndarray)
+    files = ImageBytesList(chain.from_iterable(images)) if is_files else None
     return ImageDataset(
         kind=kind,
         path=path,
@@ -315,7 +265,7 @@ def assemble(
         classes=found.classes,
         labels=found.values,
         splits=dict(zip(splits, pairwise(bounds), strict=True)),
-        files=ImageBytesList(*images) if is_files else None,
+        files=files,
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,

@@ -24,23 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from flatout.data.cache import (
-    UNPACKED,
-    Progress,
-    cache_folder,
-    combined_digest,
-    make_room,
-    making,
-    remove,
-    unfinished,
-)
+from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, make_room, making, remove, unfinished
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
 
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-SUFFIXES = (".zip", *TAR_SUFFIXES)
-
+_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 # A larger expansion factor is treated as a decompression bomb.
 _MAX_EXPANSION = 200
 _EXPANSION_SLACK_BYTES = 1 << 26
@@ -58,7 +47,7 @@ _DAMAGE = (
 
 def is_archive(path: Path) -> bool:
     """Whether a path has the name of a ZIP or tar archive."""
-    return path.name.lower().endswith(SUFFIXES) and path.is_file()
+    return path.name.lower().endswith(_SUFFIXES) and path.is_file()
 
 
 class UnpackedArchive:
@@ -83,8 +72,7 @@ def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
         InputError: the archive is damaged, empty, or has refused members; the cache cannot be written.
         DiskFull: the disk is too full for the content.
     """
-    report = report or Console()
-    status = path.stat()
+    report, status = report or Console(), path.stat()
     known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
     with making(entry, "unpacking this archive", report):
@@ -98,12 +86,11 @@ def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
 
 
 def _publish(path: Path, entry: Path, report: Progress) -> None:
-    """Write the content to a temporary folder, then rename it."""
-    size = path.stat().st_size
-    with reading(path):
-        total = _zip_size(path) if path.suffix.lower() == ".zip" else size  # the least, if a tar archive is compressed
-    refuse_bomb(path, size, total)
-    shutil.rmtree(entry.with_name(f"{entry.name}.partial"), ignore_errors=True)  # of a killed process
+    total = path.stat().st_size  # the least, if a tar archive is compressed
+    if path.suffix.lower() == ".zip":
+        with reading(path), zipfile.ZipFile(path) as archive:
+            total = sum(info.file_size for info in archive.infolist())
+    refuse_bomb(path, path.stat().st_size, total)
     with unfinished(entry, f"unpacking {path} needs", total) as folder:
         if total > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, "the disk is full")
@@ -122,7 +109,10 @@ def _write_members(path: Path, folder: Path, total: int, report: Progress) -> No
         where = f"{path}: member {printable(name)[:300]}"
         if count > _MAX_MEMBERS:
             raise InputError(f"{path}: has more than {_MAX_MEMBERS:,} members; unpack it and give the folder")
-        target = folder.joinpath(*_parts(where, name))
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if name.startswith("/") or ".." in parts or "\0" in name or (parts and re.fullmatch("[A-Za-z]:", parts[0])):
+            raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
+        target = folder.joinpath(*parts)
         with reading(where):
             try:
                 (target if stream is None else target.parent).mkdir(parents=True, exist_ok=True)
@@ -140,27 +130,14 @@ def _write_members(path: Path, folder: Path, total: int, report: Progress) -> No
         raise InputError(f"{path}: is an empty archive")
 
 
-def _parts(where: str, name: str) -> list[str]:
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    if name.startswith("/") or ".." in parts or "\0" in name or (parts and re.fullmatch("[A-Za-z]:", parts[0])):
-        raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
-    return parts
-
-
-def _zip_size(path: Path) -> int:
-    with zipfile.ZipFile(path) as archive:
-        return sum(info.file_size for info in archive.infolist())
-
-
 def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             name = info.filename.replace("\\", "/")
-            where = f"{path}: member {printable(name)}"
-            if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise InputError(f"{where}: is a link or device; pack regular files and folders only")
-            if info.flag_bits & _ENCRYPTED:
-                raise InputError(f"{where}: is encrypted; unpack the archive and give the folder")
+            is_plain = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
+            if not is_plain or info.flag_bits & _ENCRYPTED:
+                what = "is a link, device or encrypted"
+                raise InputError(f"{path}: member {printable(name)}: {what}; unpack the archive and give the folder")
             if name.endswith("/"):
                 yield name, None
             else:
@@ -189,18 +166,14 @@ def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, 
             with tarfile.open(fileobj=stream, mode="r:") as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined] - millions would take gigabytes
-                    where = f"{path}: member {printable(member.name)}"
-                    if not (member.isreg() or member.isdir()) or member.issparse():
-                        raise InputError(f"{where}: is a link, device or sparse file; unpack it and give the folder")
-                    if member.size < 0:
-                        raise InputError(f"{where}: is damaged; get the archive again")
+                    if not (member.isreg() or member.isdir()) or member.issparse() or member.size < 0:
+                        what = "is a link, device or sparse file, or damaged"
+                        raise InputError(f"{path}: member {printable(member.name)}: {what}; give an unpacked folder")
                     yield archive, member
                 end = archive.offset  # type: ignore[attr-defined]
             block = stream.last
-            if len(block) < _BLOCK:
-                raise InputError(f"{path}: is cut off or not a tar archive: it has no end marker; get it again")
-            if any(block):
-                raise InputError(f"{path}: is damaged: no header at byte {end:,}; get it again")
+            if len(block) < _BLOCK or any(block):
+                raise InputError(f"{path}: is damaged or cut off: no header or end at byte {end:,}; get it again")
             while block and not any(block):
                 block = stream.read(_BLOCK)
             if not block:
@@ -239,11 +212,7 @@ class LimitedStream(io.RawIOBase):
 
 
 def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
-    """Refuse a decompression bomb, given the sizes known or read so far.
-
-    Raises:
-        InputError: it looks like a decompression bomb.
-    """
+    """Raise InputError if the sizes known or read so far are those of a decompression bomb."""
     if expanded > _MAX_EXPANSION * compressed + _EXPANSION_SLACK_BYTES:
         raise InputError(
             f"{where}: expands from {compressed:,} to {expanded:,} bytes or more; if it is not a decompression bomb, "

@@ -3,26 +3,23 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from flatout.data.labels import DistinctLabels, first_few
-from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
 
-T = TypeVar("T", str, Path)
-
 KIND, NAMES_KIND = "class folders", "images with classes in their names"
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif"),
-    *(".webp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy"),
+    *(".webp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif"),
 )
 _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
@@ -30,11 +27,6 @@ _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 def is_image_name(name: str) -> bool:
     """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
-
-
-def without_arrays(files: list[T]) -> list[T]:
-    """Leave out `.npy` files unless there are no others: next to images, these are masks and the like."""
-    return [file for file in files if not str(file).lower().endswith(".npy")] or files
 
 
 # Listing
@@ -65,10 +57,6 @@ class Entry:
             return self._entry.is_file()
         return False
 
-    def is_symlink(self) -> bool:
-        """Whether it is a symbolic link."""
-        return self._entry.is_symlink()
-
 
 def visible(folder: Path) -> Sequence[Entry]:
     """List a folder by name, without hidden files and operating system artefacts.
@@ -76,28 +64,12 @@ def visible(folder: Path) -> Sequence[Entry]:
     Raises:
         InputError: the folder cannot be read.
     """
-    return sorted(_entries(folder), key=lambda entry: entry.name)
-
-
-def list_files(folder: Path) -> dict[str, bool]:
-    """List the files of a folder in any order, and whether each is a link; empty if it cannot be read."""
-    files: dict[str, bool] = {}
-    with suppress(OSError, ValueError), os.scandir(folder) as entries:
-        for entry in entries:  # there may be millions
-            if entry.is_file(follow_symlinks=False):
-                files[entry.name] = False
-            elif entry.is_symlink() and Path(entry.path).is_file():
-                files[entry.name] = True
-    return files
-
-
-def _entries(folder: Path) -> Iterator[Entry]:
     try:
-        entries = os.scandir(folder)
+        with os.scandir(folder) as entries:
+            found = [Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER]
     except OSError as error:
         raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
-    with entries:
-        yield from (Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER)
+    return sorted(found, key=lambda entry: entry.name)
 
 
 def _folders(folder: Path) -> list[Entry]:
@@ -107,7 +79,7 @@ def _folders(folder: Path) -> list[Entry]:
 def has_images(folder: Path) -> bool:
     """Whether there are images in or below a folder; links to folders count unread."""
     return any(
-        entry.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
+        entry.path.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
         for entry in visible(folder)
     )
 
@@ -130,14 +102,13 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         splits = in_order(splits, path)
     elif len(splits) == len(below) or not has_images(path):
         return None
+    elif any(folder.name.lower() != "train" for folder in splits.values()):
+        names = first_few(folder.name for folder in splits.values())
+        raise InputError(f"{path}: has {names} beside class folders; put the class folders into {path / 'train'}")
     else:
-        for name, folder in splits.items():
-            if folder.name.lower() != "train":
-                raise InputError(
-                    f"{path}: has {folder.name} beside class folders; put the class folders into {path / 'train'}, "
-                    f"and those of the {name} images into {folder}"
-                )
-        _refuse_wrapper(path, below)
+        filled = [entry.path for entry in below if entry.path.is_symlink() or has_images(entry.path)]
+        if len(filled) == 1 and len(_folders(filled[0])) > 1:  # some archives wrap the real folder
+            raise InputError(f"{path}: holds images in one folder only, {filled[0].name}; give {filled[0]}")
         splits = {"train": path}
     # A classes.txt in the folder is ignored: the folders name the classes.
     names = class_list if options.classes else None
@@ -165,81 +136,61 @@ def _split_folders(path: Path) -> dict[str, Path]:
 
 
 def _has_class_folders(folder: Path) -> bool:
-    """Whether there are several folders, or one folder and no images."""
     below = len(_folders(folder))
     return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
 
 
-def _refuse_wrapper(folder: Path, below: Sequence[Entry]) -> None:
-    """Refuse a folder that wraps the real one, as some archives do."""
-    filled = [entry for entry in below if entry.is_symlink() or has_images(entry.path)]
-    inner = [entry.name for entry in _folders(filled[0].path)] if len(filled) == 1 else []
-    if len(inner) > 1:
-        raise InputError(
-            f"{folder}: holds images in one folder only, {filled[0].name}, with {first_few(inner, 5)} in it; if these "
-            f"are the classes or splits, give {filled[0].path}"
-        )
-
-
 @dataclass
 class _Listing:
-    """The image files under one folder, `.npy` files, which may be images, and the suffixes of other files."""
+    """The image files in and below folders, and the suffixes of other files."""
 
-    images: ImageBytesList = field(default_factory=ImageBytesList)
-    arrays: ImageBytesList = field(default_factory=ImageBytesList)
+    images: list[str] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
-    def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
-        real = folder.resolve()
-        if real in above:  # a link to a parent folder
-            return
-        for entry in visible(folder):
-            if entry.is_dir():
-                self.add(entry.path, (*above, real))
-            else:
-                self.add_file(entry)
-
-    def add_file(self, entry: Entry) -> None:
-        if is_image_name(entry.name):
-            (self.arrays if entry.name.lower().endswith(".npy") else self.images).append(entry.path)
+    def add(self, entry: Entry, above: tuple[Path, ...] = ()) -> None:
+        if entry.is_dir():
+            real = entry.path.resolve()
+            if real not in above:  # not a link to a parent folder
+                for inner in visible(entry.path):
+                    self.add(inner, (*above, real))
+        elif is_image_name(entry.name):
+            self.images.append(str(entry.path))
         else:
             self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
 
 
 def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> ImageDataset:
-    parts: dict[str, tuple[ImageBytesList, DistinctLabels]] = {}
+    parts: dict[str, tuple[list[str], DistinctLabels]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
-    names: set[str] = set()
     for split, folder in splits.items():
-        every, loose = _list_classes(folder)
-        listings = {name: listing for name, listing in every.items() if listing.images}
-        others += sum((listing.others for listing in every.values()), loose.others)
-        if empty := [name for name, listing in every.items() if not listing.images]:
+        classes, loose = _list_classes(folder)
+        filled = {name: listing.images for name, listing in classes.items() if listing.images}
+        others += sum((listing.others for listing in classes.values()), loose.others)
+        if empty := [name for name in classes if name not in filled]:
             notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
-        loose_images = len(loose.images) + len(loose.arrays)
-        if loose_images and not listings:
+        if loose.images and not filled:
             raise InputError(f"{folder}: holds images but no class folders; sort the images into a folder per class")
-        if loose_images:
-            notes.append(f"ignored images outside the class folders in {folder}: {loose_images:,}")
-        codes = np.repeat(np.arange(len(listings)), [len(listing.images) for listing in listings.values()])
-        images = ImageBytesList(*(listing.images for listing in listings.values()))
-        parts[split] = images, DistinctLabels(list(listings), codes)
-        names.update(listings)
+        if loose.images:
+            notes.append(f"ignored images outside the class folders in {folder}: {len(loose.images):,}")
+        codes = np.repeat(np.arange(len(filled)), list(map(len, filled.values())))
+        parts[split] = [image for images in filled.values() for image in images], DistinctLabels(list(filled), codes)
     extra = [entry.name for entry in _folders(path) if split_of(entry.name) is None]
     if extra and splits != {"train": path}:
         notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
     if others:
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
         notes.append(f"ignored files that are not images: {others.total():,} ({kinds})")
-
-    def locate(split: str, index: int) -> str:
-        labels = parts[split][1]
-        return str(splits[split] / labels.values[labels.codes[index]])
-
-    classes = tuple(sorted(names)) if class_list is None else None
+    names = {name for _, labels in parts.values() for name in labels.values}
     return assemble(
-        KIND, path, parts, names=classes, class_list=class_list, notes=tuple(notes), locate=locate, task=task
+        KIND,
+        path,
+        parts,
+        names=tuple(sorted(names)) if class_list is None else None,
+        class_list=class_list,
+        notes=tuple(notes),
+        locate=lambda split, i: str(Path(parts[split][0][i]).parent),
+        task=task,
     )
 
 
@@ -248,19 +199,10 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
     classes: dict[str, _Listing] = {}
     loose = _Listing()
     for entry in visible(folder):
-        if not entry.is_dir():
-            loose.add_file(entry)
-            continue
-        if printable(entry.name) != entry.name:
+        if entry.is_dir() and printable(entry.name) != entry.name:
             raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
-        classes[entry.name] = _Listing()
-        classes[entry.name].add(entry.path)
-    has_images = any(listing.images for listing in classes.values())
-    for listing in classes.values():
-        if not has_images:
-            listing.images = listing.arrays
-        elif listing.arrays:
-            listing.others[".npy"] += len(listing.arrays)
+        listing = classes.setdefault(entry.name, _Listing()) if entry.is_dir() else loose
+        listing.add(entry, (folder.resolve(),))
     return classes, loose
 
 

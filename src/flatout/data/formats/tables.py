@@ -11,11 +11,11 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, list_files, one_per_split, visible, without_arrays
-from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
-from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, assemble
+from flatout.data.formats.folders import is_image_name, one_per_split, visible
+from flatout.data.labels import DistinctLabels, find_class_list, first_few
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
 
@@ -37,21 +37,14 @@ _METADATA = ("metadata.csv", "metadata.jsonl")
 _PADDLE_CLASS_LISTS = ("label_list.txt", "labels.txt")
 _IMAGE_FOLDERS = ("images", "imgs", "img")
 
-_DELIMITERS = ",;\t|"
-# First line of files that name their delimiter for Excel.
-_GIVEN_DELIMITER = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
-_SNIFFED_LINES, _SNIFFED_BYTES = 20, 65536
-
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
-_SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
-_FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
-_FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
-_ZEROS = ("0", "0.0", "false", "False", "FALSE")
-_ONES = ("1", "1.0", "true", "True", "TRUE")
+_SPLIT_COLUMNS = ("split", "set", "subset", "isvalid")
+_FLAGS = {**dict.fromkeys(("0", "0.0", "false"), 0), **dict.fromkeys(("1", "1.0", "true"), 1)}
+_SNIFFED_BYTES = 65536
 # PaddleClas has 0,1,0 in one cell for several labels.
 _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 
@@ -77,10 +70,10 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         metadata = ((split, folder / name) for split, folder in below for name in _METADATA)
         files = one_per_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
     elif "train" not in files:
-        is_list = len(found) == 1 and _names_images(found[0], options)
         inside = [entry.name for entry in visible(path) if entry.is_dir()]
         is_one_class = len(inside) == 1 and not split_of(inside[0])
-        if not is_list and not is_one_class and folders.recognise(path, class_list, options):
+        is_list = is_one_class or (len(found) == 1 and _names_images(found[0], options))
+        if not is_list and folders.recognise(path, class_list, options):
             return None
         if len(found) > 1:
             names = first_few([file.name for file in found], 5)
@@ -107,7 +100,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
-    names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
+    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
     return _reference(PADDLE_KIND, path, files, names, options)
 
 
@@ -121,11 +114,10 @@ def _reference(
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    """Whether the first row of a CSV file names an image that exists."""
     text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
-        columns, has_header = _find_columns(text, locator, "train", options)
-        return any(locator.find(row[columns.file], "train") for row in text.head[has_header:][:1])
+        columns = _find_columns(text, locator, "train", options)
+        return any(locator.find(row[columns.file], "train") for row in text.head[columns.has_header :][:1])
     return False
 
 
@@ -142,11 +134,11 @@ class _TextFile:
     """The rows of a text file that are not blank, trimmed; of JSON lines, the first row is the keys.
 
     Raises:
-        InputError: the file is not UTF-8 text; or, when a row is reached, not of its format.
+        InputError: the file is not UTF-8 text, or has no rows; or, when a row is reached, not of its format.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._suffix, self._skipped_lines = path, path.suffix.lower(), 0
+        self.path, self._suffix = path, path.suffix.lower()
         try:
             self._data = path.read_bytes()
             self._data.decode()
@@ -159,10 +151,13 @@ class _TextFile:
             line = self._data.count(b"\n", 0, bad) + 1
             raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
         self._data = self._data.removeprefix(b"\xef\xbb\xbf")
-        if given := _GIVEN_DELIMITER.match(self._data):
-            self._data, self._skipped_lines = self._data[given.end() :], 1
-        self._delimiter = given[1].decode() if given else self._sniff()
+        # A bar also separates labels, so that the others come first.
+        start = self._data[:_SNIFFED_BYTES].decode(errors="ignore")
+        first = next((line for line in start.splitlines() if line.strip()), "")
+        self._delimiter = max(",;\t", key=first.count) if re.search("[,;\t]", first) else "|"
         self.head = [cells for _, cells in islice(self._rows(), 2)]
+        if not self.head:
+            raise InputError(f"{path}: lists no images; write rows of file,label")
 
     def place(self, row: int) -> str:
         """Return the start of a message about a row."""
@@ -170,9 +165,8 @@ class _TextFile:
 
     def columns(self) -> list[Any]:
         """Read all columns, Arrow arrays of text [rows]."""
-        # Unclosed quotation marks, and those after a space, need Python's parser.
-        is_plain = self._data.count(b'"') % 2 == 0 and b' "' not in self._data
-        if is_plain and self._suffix not in (".jsonl", ".txt"):
+        # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
+        if self._suffix not in (".jsonl", ".txt") and self._data.count(b'"') % 2 == 0:
             with suppress(pa.ArrowInvalid):
                 return self._arrow_columns()
         rows, width = list(self._rows()), len(self.head[0])
@@ -192,17 +186,15 @@ class _TextFile:
             ),
         )
         columns = [pc.call_function("utf8_trim_whitespace", [column.combine_chunks()]) for column in table.columns]
-        is_filled = np.zeros(len(table), bool)
-        for column in columns:
-            is_filled |= pc.call_function("binary_length", [column]).to_numpy() > 0
-        return columns if is_filled.all() else [column.filter(pa.array(is_filled)) for column in columns]
+        lengths = [pc.call_function("binary_length", [column]).to_numpy() for column in columns]
+        is_filled = pa.array(np.any(lengths, axis=0))
+        return [column.filter(is_filled) for column in columns]
 
     @cached_property
     def _lines(self) -> list[int]:
         return [line for line, _ in self._rows()]
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield line number and cells of each row."""
         text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8", newline="")
         if self._suffix == ".jsonl":
             yield from self._json_rows(text)
@@ -210,47 +202,39 @@ class _TextFile:
         if self._suffix == ".txt":
             yield from ((number, cells) for number, line in enumerate(text, 1) if (cells := line.rsplit(maxsplit=1)))
             return
-        reader = csv.reader(text, delimiter=self._delimiter, strict=True, skipinitialspace=True)
-        first = self._skipped_lines + 1
+        reader = csv.reader(text, delimiter=self._delimiter, strict=True)
+        first = 1
         try:
             for cells in reader:
-                first = self._skipped_lines + reader.line_num + 1
                 stripped = [cell.strip() for cell in cells]
                 if any(stripped):
-                    yield first - 1, stripped
+                    yield first, stripped
+                first = reader.line_num + 1
         except csv.Error as error:
             what = "a quotation mark is not closed" if "end of data" in str(error) else error
             raise InputError(f"{self.path}: line {first}: is not valid CSV: {what}") from None
 
-    def _json_rows(self, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-        tables: list[tuple[int, dict[str, Any]]] = []
+    def _json_rows(self, text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+        tables: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(text, start=1):
-            if not line.strip():
-                continue
-            try:
-                table = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{self.path}: line {number}: is not valid JSON: {error}") from None
-            if not isinstance(table, dict):
-                need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
-                raise InputError(f"{self.path}: line {number}: {need}")
-            tables.append((number, table))
-        keys = list(dict.fromkeys(key for _, table in tables for key in table))
+            if line.strip():
+                try:
+                    tables[number] = {**json.loads(line)}
+                except (ValueError, TypeError, RecursionError):
+                    need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
+                    raise InputError(f"{self.path}: line {number}: {need}") from None
+        keys = list(dict.fromkeys(key for table in tables.values() for key in table))
         if keys:
             yield 0, keys
-        for number, table in tables:
-            yield number, [_cell(table.get(key)).strip() for key in keys]
-
-    def _sniff(self) -> str:
-        """Find the most common delimiter of the first lines; a bar, which also separates labels, must be in all."""
-        lines = [line for line in self._data[:_SNIFFED_BYTES].decode(errors="ignore").splitlines() if line.strip()]
-        lines = lines[:_SNIFFED_LINES] or [""]
-        found = max(_DELIMITERS[:3], key=lambda mark: (sum(mark in line for line in lines), lines[0].count(mark)))
-        return "|" if all("|" in line and found not in line for line in lines) else found
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+        for number, table in tables.items():
+            cells = (table.get(key) for key in keys)
+            yield (
+                number,
+                [
+                    "" if c is None else c.strip() if isinstance(c, str) else json.dumps(c, ensure_ascii=False)
+                    for c in cells
+                ],
+            )
 
 
 # Columns
@@ -262,25 +246,24 @@ class _NoLabels(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """Column indices, the names of the label columns, and the split that true means in a column of flags."""
+    """Column indices, the names of the label columns, whether splits are flags, and whether there is a header."""
 
     file: int
     labels: tuple[int, ...]
     label_names: tuple[str, ...]
     split: int | None
-    flag: str
+    has_flags: bool
     group: int | None
+    has_header: bool
 
 
-def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> tuple[_Columns, bool]:
-    """Find the columns by the options, else by the header, else by content, and whether there is a header."""
+def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> _Columns:
+    """Find the columns by the options, else by the header, else by content."""
     # Messages about columns fit one line.
-    first = [" ".join(cell.splitlines()) for cell in text.head[0]] if text.head else []
+    first = [" ".join(cell.splitlines()) for cell in text.head[0]]
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
     header, body = first if has_header else [], [*text.head[has_header:], []][0]
-    path, width = text.path, len(first)
-    if width < 2:
-        raise _NoLabels(f"{path}: line 1 has one column; rows of file,label are expected")
+    path, width, keys = text.path, len(first), ["".join(words_of(name)) for name in first] if has_header else []
 
     def given(key: str) -> tuple[int, ...]:
         value: str = getattr(options, key)
@@ -291,42 +274,38 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
                 raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
         return tuple(map(header.index, names))
 
-    keys = ["".join(words_of(name)) for name in header]
-
     def named(wanted: Sequence[str]) -> int | None:
         return next((keys.index(name) for name in wanted if name in keys), None)
 
-    split_column = named((*_SPLIT_COLUMNS, *_FLAG_COLUMNS))
-    if not header and width == 3:
-        split_column = next((i for i, cell in enumerate(first) if not is_image_name(cell) and split_of(cell)), None)
-    labels, group = given("label_column"), next(iter(given("group_column")), None)
+    split_column, group = named(_SPLIT_COLUMNS), next(iter(given("group_column")), None)
     file = next(iter(given("file_column")), named(_FILE_COLUMNS))
     if file is None:
-        file = next((i for i, cell in enumerate(body) if is_image_name(cell)), 0)
-    left = tuple(i for i in range(width) if i not in (file, split_column, group))
+        file = next((i for i, cell in enumerate(body[:width]) if is_image_name(cell)), 0)
+    labels = given("label_column")
     if not labels and (found := named(_LABEL_COLUMNS)) is not None:
         labels = (found,)
-    are_flags = header and all(body[i] in (*_ZEROS, *_ONES) for i in left if i < len(body))
+    left = tuple(i for i in range(width) if i not in (file, split_column, group))
+    are_flags = header and all(body[i].lower() in _FLAGS for i in left if i < len(body))
     if not labels and (len(left) == 1 or are_flags):
         labels = left
     if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-        raise (_NoLabels if header else InputError)(
+        raise (_NoLabels if header or width == 1 else InputError)(
             f"{path}: has {names}; name the columns of files and classes 'file' and 'label', or give "
             "--set data.file_column=NAME and --set data.label_column=NAME"
         )
     used = [header[i] for i in (file, *labels, split_column, group) if header and i is not None]
     if twice := next((name for name in used if header.count(name) > 1), None):
         raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
-    columns = _Columns(
+    return _Columns(
         file=file,
         labels=labels,
         label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
         split=split_column,
-        flag=_FLAG_COLUMNS.get(keys[split_column], "") if split_column is not None and header else "",
+        has_flags=split_column is not None and keys[split_column] == "isvalid",
         group=group,
+        has_header=has_header,
     )
-    return columns, has_header
 
 
 # Files
@@ -337,9 +316,6 @@ class _Locator:
 
     Paths are relative to `data.images`, the folder of the list, or its subfolders named after the split (Kaggle's
     train.csv next to train_images/) or `images`. Each folder is listed once.
-
-    Attributes:
-        folders: those in which files were found.
     """
 
     def __init__(self, folder: Path, options: ReadOptions) -> None:
@@ -348,39 +324,34 @@ class _Locator:
             self._images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
             if not self._images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
-        self._bases, self._listings = cache(self._bases), cache(self._listings)
+        self._bases, self._folders = cache(self._bases), cache(self._folders)
+        self._files, self._stems = cache(self._files), cache(self._stems)
         self._real_bases = cache(lambda split: [base.resolve() for base in self._bases(split)])
-        self._known: dict[Path, _Listing] = {}
-        self.folders: list[Path] = []
 
-    def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> tuple[np.ndarray, list[str]]:
-        """Find the files that an Arrow array names: folder indices, int64 [N], and names within them.
+    def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> list[str]:
+        """Find the files that an Arrow array names.
 
         Raises:
             InputError: files are missing or lie outside the folders; ten are listed.
         """
-        numbers, names, missing = [], [], []
-        for i, cell in enumerate(cells.to_numpy(zero_copy_only=False)):
-            if found := self.find(cell, split):
-                numbers.append(found[0])
-                names.append(found[1])
-            else:
-                missing.append(f"{place(i)}: {cell or '(empty)'}")
-        if missing:
+        named = cells.to_pylist()
+        found = [self.find(cell, split) for cell in named]
+        if missing := [f"{place(i)}: {named[i] or '(empty)'}" for i, file in enumerate(found) if file is None]:
             where = f"{self._images} and {self._folder}" if self._images else self._folder
             raise InputError(
                 f"files that are missing or not below {where}, {len(missing):,} (--set data.images=DIR names another "
                 f"folder): {first_few(missing)}"
             )
-        return np.array(numbers, np.int64), names
+        return [file for file in found if file is not None]
 
-    def find(self, cell: str, split: str) -> tuple[int, str] | None:
-        """Return a file's folder index, and its name within the folder."""
+    def find(self, cell: str, split: str) -> str | None:
+        """Return the path of a file, or None."""
         parent, slash, last = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
-        for listing in self._listings(parent or slash, split):
-            name = last if last in listing.files else listing.find_stem(last)
-            if name and (not listing.files[name] or self._is_inside(listing.folder / name, split)):
-                return listing.number, name
+        for folder in self._folders(parent or slash, split):
+            files = self._files(folder)
+            name = last if last in files else self._stems(folder).get(last)
+            if name and (not files[name] or self._is_inside(Path(folder, name), split)):
+                return f"{folder}/{name}"
         return None
 
     def _bases(self, split: str) -> list[Path]:
@@ -389,39 +360,30 @@ class _Locator:
         named = [e for e in visible(self._folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
         return [self._folder, *(entry.path for entry in named if entry.is_dir())]
 
-    def _listings(self, parent: str, split: str) -> list["_Listing"]:
-        found = [base / parent for base in self._bases(split)]
-        for folder in found:
-            if folder not in self._known:
-                files = list_files(folder) if self._is_inside(folder, split) else {}
-                self._known[folder] = _Listing(folder, len(self.folders), files)
-                self.folders.append(folder)
-        return [self._known[folder] for folder in found]
+    def _folders(self, parent: str, split: str) -> list[str]:
+        return [str(base / parent) for base in self._bases(split) if self._is_inside(base / parent, split)]
 
     def _is_inside(self, path: Path, split: str) -> bool:
         return any(map(path.resolve().is_relative_to, self._real_bases(split)))
 
+    def _files(self, folder: str) -> dict[str, bool]:
+        """List the files of a folder, and whether each is a link; empty if it cannot be read."""
+        files: dict[str, bool] = {}
+        with suppress(OSError, ValueError), os.scandir(folder) as entries:
+            for entry in entries:  # there may be millions
+                if entry.is_file(follow_symlinks=False):
+                    files[entry.name] = False
+                elif entry.is_symlink() and Path(entry.path).is_file():
+                    files[entry.name] = True
+        return files
 
-@dataclass(frozen=True, eq=False)
-class _Listing:
-    """A folder, its index, and whether each of its files is a link."""
-
-    folder: Path
-    number: int
-    files: dict[str, bool]
-
-    def find_stem(self, stem: str) -> str:
-        """Find the unique image file with this name and a suffix; or ""."""
-        named = without_arrays(self._by_stem.get(stem, []))
-        return named[0] if len(named) == 1 else ""
-
-    @cached_property
-    def _by_stem(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in self.files:
-            if is_image_name(name):
-                found.setdefault(name[: name.rindex(".")], []).append(name)
-        return found
+    def _stems(self, folder: str) -> dict[str, str]:
+        """Return name without suffix -> name of the images of a folder; empty where several have one stem."""
+        stems: dict[str, str] = {}
+        for name in filter(is_image_name, self._files(folder)):
+            stem = name[: name.rindex(".")]
+            stems[stem] = "" if stem in stems else name
+        return stems
 
 
 # Reading
@@ -429,18 +391,11 @@ class _Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The rows of one split.
-
-    Attributes:
-        text, rows: the file, and the row numbers in it.
-        files, keys: the image files, and an integer per distinct file.
-        labels, groups: Arrow arrays of the cells, one for each column.
-    """
+    """The rows of one split: their numbers in the file, the image files, and Arrow arrays of labels and groups."""
 
     text: _TextFile
     rows: np.ndarray
-    files: ImageBytesList
-    keys: np.ndarray
+    files: list[str]
     labels: list[Any]
     groups: list[Any]
 
@@ -450,13 +405,10 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
     parts: dict[str, _Part] = {}
     notes: list[str] = []
     names: tuple[str, ...] = ()
-    subject = ""
     for name, file in files.items():
         text, locator = _TextFile(file), _Locator(file.parent, options)
-        if not text.head:
-            raise InputError(f"{file}: lists no images; write rows of file,label")
         try:
-            columns, has_header = _find_columns(text, locator, name or split_within(file.stem) or "train", options)
+            columns = _find_columns(text, locator, name or split_within(file.stem) or "train", options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -465,14 +417,22 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         if names and columns.label_names != names:
             found = ", ".join(columns.label_names)
             raise InputError(f"{file}: the columns of labels are {found}, elsewhere {', '.join(names)}")
-        names, subject = columns.label_names, subject or f"{file}: column {', '.join(columns.label_names)}"
-        cells = text.columns()
-        rows = np.arange(int(has_header), len(cells[0]))
+        names, cells = columns.label_names, text.columns()
+        rows = np.arange(int(columns.has_header), len(cells[0]))
         if not len(rows):
             raise InputError(f"{file}: lists no images; write rows of file,label")
-        for split, own in ({name: rows} if name else _split_rows(text, cells, rows, columns)).items():
+        splits = {name: rows} if name else {"train": rows}
+        if not name and columns.split is not None:
+            splits = _split_rows(text, cells[columns.split], rows, columns.has_flags)
+        for split, own in splits.items():
             taken = [column.take(pa.array(own)) for column in cells]
-            parts[split] = _read_part(text, own, taken, columns, locator, split)
+            parts[split] = _Part(
+                text=text,
+                rows=own,
+                files=locator.find_all(taken[columns.file], split, lambda i, t=text, own=own: t.place(int(own[i]))),
+                labels=[taken[column] for column in columns.labels],
+                groups=[] if columns.group is None else taken[columns.group].to_pylist(),
+            )
     parts = in_order(parts, path)
     every, starts = list(parts.values()), np.cumsum([0, *(len(part.rows) for part in parts.values())]).tolist()
 
@@ -481,56 +441,46 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         return every[number].text.place(int(every[number].rows[i - starts[number]]))
 
     spans = {split: slice(*span) for split, span in zip(parts, pairwise(starts), strict=True)}
-    label_columns = [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)]
-    labels = _read_labels(label_columns, place)
-    are_flags = isinstance(labels, np.ndarray)
-    repeated = _about_repeated(np.concatenate([part.keys for part in every]), place)
+    labels = _read_labels(
+        [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)], place
+    )
+    groups = [group for part in every for group in part.groups]
+    if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
+        raise InputError(first_few(empty))
+    seen: set[str] = set()
+    if again := [i for i, file in enumerate(chain(*(p.files for p in every))) if file in seen or seen.add(file)]:
+        notes.append(
+            f"rows that name the image of an earlier row: {len(again):,} (such as {place(again[0])}); several labels "
+            "of an image belong in one cell, such as cat|dog"
+        )
     return assemble(
         kind,
         path,
         {split: (part.files, labels[spans[split]]) for split, part in parts.items()},
-        names=tuple(name.strip("'") for name in names) if are_flags else None,
+        names=tuple(name.strip("'") for name in names) if isinstance(labels, np.ndarray) else None,
         class_list=class_list,
-        notes=(*notes, *repeated),
+        notes=tuple(notes),
         locate=lambda split, i: place(spans[split].start + i),
-        subject=subject,
+        subject=f"{every[0].text.path}: column {', '.join(names)}",
         task=options.task,
-        groups=_read_groups(every, place) if options.group_column else None,
+        groups=groups or None,
     )
 
 
-def _split_rows(text: _TextFile, cells: list[Any], rows: np.ndarray, columns: _Columns) -> dict[str, np.ndarray]:
-    """Divide rows by the column of splits."""
-    if columns.split is None:
-        return {"train": rows}
-    encoded = cells[columns.split].take(pa.array(rows)).dictionary_encode()
+def _split_rows(text: _TextFile, cells: Any, rows: np.ndarray, has_flags: bool) -> dict[str, np.ndarray]:
+    """Divide rows by the column of splits, or of false and true for training and validation."""
+    meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if has_flags else {}
+    encoded = cells.take(pa.array(rows)).dictionary_encode()
     codes, splits = encoded.indices.to_numpy(), []
     for code, cell in enumerate(encoded.dictionary.to_pylist()):
-        is_flagged = _FLAGS.get(cell.lower()) if columns.flag else None
-        split = (columns.flag if is_flagged else "train") if is_flagged is not None else split_of(cell)
+        split = meaning.get(cell.lower()) or split_of(cell)
         if split is None:
-            need = "true or false" if columns.flag else "train, valid or test"
             place = text.place(int(rows[np.argmax(codes == code)]))
+            need = "true or false" if has_flags else "train, valid or test"
             raise InputError(f"{place}: unknown split {cell!r}; write {need}")
         splits.append(split)
     split_of_row = np.array(splits)[codes]
     return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
-
-
-def _read_part(
-    text: _TextFile, rows: np.ndarray, cells: list[Any], columns: _Columns, locator: _Locator, split: str
-) -> _Part:
-    numbers, names = locator.find_all(cells[columns.file], split, lambda i: text.place(int(rows[i])))
-    folders = list(map(str, locator.folders))
-    keys = (hash((folders[number], name)) for number, name in zip(numbers.tolist(), names, strict=True))
-    return _Part(
-        text=text,
-        rows=rows,
-        files=ImageBytesList.of_paths(folders, numbers, names),
-        keys=np.fromiter(keys, np.int64),
-        labels=[cells[column] for column in columns.labels],
-        groups=[] if columns.group is None else [cells[columns.group]],
-    )
 
 
 def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
@@ -545,8 +495,7 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
             lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
             raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
         return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
-    known = {**dict.fromkeys(_ZEROS, 0), **dict.fromkeys(_ONES, 1)}
-    tables = (np.array([known.get(text, -1) for text in some], np.int8) for some in texts)
+    tables = (np.array([_FLAGS.get(text.lower(), -1) for text in some], np.int8) for some in texts)
     flags = np.stack([table[own] for table, own in zip(tables, codes, strict=True)], axis=1)
     if wrong := np.argwhere(flags < 0).tolist():
         found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
@@ -562,22 +511,3 @@ def _list_in(cell: str) -> Any:
             with suppress(ValueError, RecursionError):
                 return json.loads(text)
     return cell
-
-
-def _about_repeated(keys: np.ndarray, place: Callable[[int], str]) -> list[str]:
-    """Return notes about rows that repeat an earlier row's image."""
-    in_order = np.sort(keys)
-    if (in_order[1:] != in_order[:-1]).all():
-        return []
-    again = np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])
-    return [
-        f"rows that name the image of an earlier row: {len(again):,} (such as {place(int(again[0]))}); several labels "
-        "of an image belong in one cell, such as cat|dog"
-    ]
-
-
-def _read_groups(parts: list[_Part], place: Callable[[int], str]) -> list[str]:
-    groups = [group for part in parts for column in part.groups for group in column.to_pylist()]
-    if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
-        raise InputError(first_few(empty))
-    return groups
