@@ -6,7 +6,6 @@ Other modules of the engine never compare `device.type`.
 import contextlib
 import ctypes
 import os
-import sys
 import tempfile
 import warnings
 import weakref
@@ -116,7 +115,7 @@ class Accelerator:
         held = torch.accelerator.memory_allocated(self.device)
         return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
 
-    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+    def buffers(self, count: int) -> "Buffers":
         """Return a function that provides an empty host buffer of a shape, the last `count` of which are in use."""
         return lambda shape, dtype: HostBuffer(torch.empty(shape, dtype=dtype), self.device)
 
@@ -130,11 +129,7 @@ class Accelerator:
 
 
 class HostBuffer:
-    """Memory of the host from which tensors are copied to a device.
-
-    Attributes:
-        tensor: the memory, to be filled.
-    """
+    """Memory of the host, `tensor`, from which tensors are copied to a device."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.tensor, self._device = tensor, device
@@ -143,6 +138,9 @@ class HostBuffer:
     def on_device(self) -> Iterator[torch.Tensor]:
         """Provide a copy on the device for the work that is queued inside the block."""
         yield self.tensor.to(self._device)
+
+
+Buffers = Callable[[tuple[int, ...], torch.dtype], HostBuffer]
 
 
 class PinnedBuffer(HostBuffer):
@@ -183,14 +181,11 @@ class CPU(Accelerator):
     @property
     def raises_out_of_memory(self) -> bool:
         """See `Accelerator`: only if the address space is limited (`ulimit -v`)."""
-        if sys.platform == "win32":
-            return False
         import resource
 
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
     def precisions(self) -> list[str]:
-        """See `Accelerator`; the user may limit the instructions (ONEDNN_MAX_CPU_ISA)."""
         is_limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _LIMITS_WITHOUT_BF16
         has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
@@ -230,11 +225,8 @@ class CUDA(Accelerator):
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        """See `Accelerator`.
-
-        All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
-            parameter's gradient on the stream that was current when it first saw the parameter.
-        """
+        # All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
+        # parameter's gradient on the stream that was current when it first saw the parameter.
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
         super().adapt_process(undo, precision, threads)
@@ -246,11 +238,10 @@ class CUDA(Accelerator):
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
 
-    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
-        """See `Accelerator`. The buffers are pinned and used in turn."""
-        stream, ring = torch.cuda.Stream(self.device), deque["PinnedBuffer"](maxlen=count)
+    def buffers(self, count: int) -> Buffers:
+        stream, ring = torch.cuda.Stream(self.device), deque[PinnedBuffer](maxlen=count)
 
-        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> "PinnedBuffer":
+        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> PinnedBuffer:
             if len(ring) < count:
                 ring.append(PinnedBuffer(torch.empty(shape, dtype=dtype, pin_memory=True), stream))
             else:
@@ -292,11 +283,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
-    """Make glibc keep freed blocks instead of returning them to the kernel.
-
-    The activations of a step are megabytes each and freed at its end. By default, each is mapped and zeroed page by
-    page again in the next step, which took a seventh of the time of a small network's step.
-    """
+    """Make glibc keep freed blocks: mapping and zeroing activations again takes a seventh of a small network's step."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         undo.callback(libc.malloc_trim, 0)
@@ -331,7 +318,9 @@ class DeviceSetup:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the model runs."""
-        return autocast(self.accelerator, self.precision)
+        if self.precision == "bf16":
+            return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
 
     def describe(self) -> str:
         """Return a sentence for the log."""
@@ -392,13 +381,6 @@ def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: in
     return counter.get_total_flops() // 2
 
 
-def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which a model computes in a number format."""
-    if precision == "bf16":
-        return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
-
-
 def cpu_threads(ranks_here: int = 1) -> int:
     """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
@@ -443,7 +425,7 @@ def allocate(
     needed = 4 * int(np.prod(shape))
     file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
     try:
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate"):  # macOS has none
             os.posix_fallocate(file.fileno(), 0, needed)
         os.ftruncate(file.fileno(), needed)
     except OSError as error:

@@ -39,31 +39,27 @@ class TorchDataset:
         self.samples = images.samples
         self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
         # The network's input by view of the images.
-        self._views: dict[int, DeviceImages] = {}
-        if engine.cut is None:
-            self._views[augment.NOT_AUGMENTED] = images
+        self._views = {augment.NOT_AUGMENTED: images} if engine.cut is None else {}
 
     @functools.cached_property
     def source(self) -> DeviceImages:
         """The network's input in training."""
+        return self._plain
+
+    @property
+    def _plain(self) -> DeviceImages:
         return self._view(augment.NOT_AUGMENTED, {})
 
     @functools.cached_property
     def _mirrored(self) -> "TorchDataset":
-        """The split with mirrored images."""
         return self._engine.place(self.samples.mirrored())
 
     def _view(self, view: int, transforms: augment.Transforms) -> DeviceImages:
         """Return the images; or the output of the frozen prefix for a view, computed the first time."""
-        if view not in self._views:
-            _copy_tables(transforms, self._images)
-            self._views[view] = self._through_prefix()
-            self._images.transforms.clear()
-        return self._views[view]
-
-    def _through_prefix(self) -> DeviceImages:
-        """Return the output of the frozen prefix for the images, augmented by the tables of `_images`, if any."""
+        if view in self._views:
+            return self._views[view]
         engine, images = self._engine, self._images
+        _copy_tables(transforms, images)
 
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
@@ -74,23 +70,24 @@ class TorchDataset:
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
-        if isinstance(features, torch.Tensor):
-            return replace(images, images=features, transforms={})
-        samples = Split(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
-        return replace(images, samples=samples, images=None, transforms={})
+        images.transforms.clear()
+        samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
+        if not isinstance(features, torch.Tensor):
+            samples = Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
+        self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
+        return self._views[view]
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
             return None
-        source = self._view(augment.NOT_AUGMENTED, {})
-        return source.samples.images if source.images is None else source.images.float().cpu().numpy()
+        return self._plain.samples.images if self._plain.images is None else self._plain.images.float().cpu().numpy()
 
     @torch.no_grad()
     def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
         """Return the head's input for images or their mirror images, float32 [N, F], through the cached prefix."""
         engine, split = self._engine, self._mirrored if mirrored else self
         assert engine.cut is not None
-        source, rows = split._view(augment.NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
+        source, rows = split._plain, _Rows(len(self.samples), engine.world)
         network: Callable[[torch.Tensor], torch.Tensor] | None = None
         for inputs in split._batches(source, equally_many=False):
             images = engine.input.of(source.images_of(inputs)).float()
@@ -102,14 +99,13 @@ class TorchDataset:
         return found
 
     def compile(self) -> None:
-        """See `DeviceDataset.compile`. Nothing is compiled; the frozen prefix is computed for all views."""
+        # Nothing is compiled; the frozen prefix is computed for all views.
         recipe = self._engine.recipe
         if self._engine.cut:
             for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
                 self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """See `DeviceDataset.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
         transforms = self._transforms_of(epoch)
@@ -126,11 +122,11 @@ class TorchDataset:
         recipe = self._engine.recipe
         if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
             return False
-        plain = self._view(augment.NOT_AUGMENTED, {}).images
-        mirrored = None if plain is None else self._mirrored._view(augment.NOT_AUGMENTED, {}).images
+        plain = self._plain.images
+        mirrored = None if plain is None else self._mirrored._plain.images
         if plain is None or mirrored is None:
             return False
-        self._change_view(self._view(augment.NOT_AUGMENTED, {}))
+        self._change_view(self._plain)
         chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
         assert self.source.images is not None
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
@@ -202,14 +198,15 @@ class TorchDataset:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """See `DeviceDataset.evaluate`. Losses are those of the recipe, without class weights."""
-        # Evaluations of more than metrics follow the training.
+        # Losses are those of the recipe, without class weights. Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
         engine = self._engine
         if engine.is_captured and not is_last and not tta:
             engine.synchronise_buffers()
-            source = self._view(augment.NOT_AUGMENTED, {})
-            return self._scores.evaluate(source, self._evaluation_steps(source), self.samples.labels)
+            batches, is_one_less = self._own_batches(len(self.samples))
+            steps = self._steps(batches, is_training=False)
+            streamed = self._plain.stream(steps, engine.setup.accelerator, is_training=False)
+            return self._scores.evaluate(self._plain, self._checked(streamed, is_one_less), self.samples.labels)
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
@@ -255,17 +252,11 @@ class TorchDataset:
     def _scores(self) -> "RecordedScores":
         return RecordedScores(self._engine, len(self.samples))
 
-    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
-        """Yield the steps of this rank's evaluation batches."""
-        batches, is_one_less = self._own_batches(len(source.samples))
-        steps = self._steps(batches, is_training=False)
-        return self._checked(source.stream(steps, self._engine.setup.accelerator, is_training=False), is_one_less)
-
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
         """Return the images of an evaluation, and a function (network, batch) -> logits."""
         engine = self._engine
         if not tta:
-            return [self._view(augment.NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
+            return [self._plain], lambda network, images: network(engine.input.of(images))
         if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
             # The frozen prefix's output for shifted images is not cached.
             return [self._images], engine.view_logits
@@ -273,15 +264,10 @@ class TorchDataset:
         def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [self._view(augment.NOT_AUGMENTED, {}), self._mirrored._view(augment.NOT_AUGMENTED, {})], mean_of_both
+        return [self._plain, self._mirrored._plain], mean_of_both
 
     def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
-        """Yield this rank's evaluation batches.
-
-        Args:
-            source: images, or the output of the frozen prefix.
-            equally_many: whether every rank gets the same number of batches, with empty ones at the end.
-        """
+        """Yield this rank's evaluation batches; `equally_many` on every rank, with empty ones at the end."""
         put = self._engine.setup.accelerator.put
         batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
         inputs = (
@@ -370,12 +356,10 @@ class _Rows:
         self._table: torch.Tensor | None = None
 
     def clear(self) -> None:
-        """Forget all values."""
         if self._table is not None:
             self._table.zero_()
 
     def put(self, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
-        """Store the values of samples."""
         if self._table is None:
             shape = (self._count, *values.shape[1:])
             self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
@@ -416,9 +400,8 @@ def collect_features(
             if features is None:
                 features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
             rows = rows[: max(0, count - start)]
-            stop = start + len(rows)
             kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
-            features[start:stop] = kept
-            start = stop
+            features[start : start + len(rows)] = kept
+            start += len(rows)
     assert features is not None
     return features

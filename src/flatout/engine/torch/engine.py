@@ -21,27 +21,19 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
-from flatout.engine.metrics import Counts
-from flatout.engine.recorder import Recorder
+from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
-from flatout.engine.torch.gradients import (
-    COPIES_OF_WEIGHTS,
-    BucketedAllReduce,
-    FSDPGradients,
-    Gradients,
-    LocalGradients,
-    count_micro_batches,
-)
+from flatout.engine.torch.gradients import COPIES_OF_WEIGHTS, BucketedAllReduce, Gradients, count_micro_batches
 from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
-from flatout.utils.errors import is_out_of_memory
+from flatout.utils.errors import TrainingFailed, is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +106,17 @@ class TorchEngine:
         normalised = world if recipe.norm == "global" else ALONE
         self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
-        self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        self._gradients = Gradients()
         if self.is_sharded:
-            from flatout.engine.torch.fsdp import build_optimizer
+            from flatout.engine.torch.fsdp import FSDPGradients, build_optimizer
 
+            self._gradients = FSDPGradients(self.model, world)
             self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
         else:
+            if world.is_joined:
+                trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
+                self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
             self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
         self._average = None
@@ -131,7 +127,7 @@ class TorchEngine:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
-        self._micro_batches, self._offload = 0, False
+        self._micro_batches = 0
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
         self.cut: Cut | None = None
         if head:
@@ -168,18 +164,6 @@ class TorchEngine:
             self._report(f"the step runs without a CUDA graph: {reason}")
         return not reason
 
-    def _make_gradients(self) -> Gradients:
-        if self.is_sharded:
-            return FSDPGradients(self.model, self.world)
-        if not self.world.is_joined:
-            return LocalGradients()
-        return BucketedAllReduce(
-            list(self.parameters.values()),
-            self.world,
-            SUMS + len(self.world.control.outgoing),
-            is_async=self.setup.accelerator.is_async,
-        )
-
     @property
     def is_captured(self) -> bool:
         """Whether steps are captured as graphs, or will be."""
@@ -209,7 +193,7 @@ class TorchEngine:
         # Dropout must differ between ranks, like their samples.
         self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        if self._captured and not self._offload:
+        if self._captured:
             self._captured(source, inputs)
         else:
             self._forget_gradients()
@@ -224,7 +208,7 @@ class TorchEngine:
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
         for number in range(self._micro_batches):
-            self._gradients.is_last_micro_batch = number == self._micro_batches - 1
+            self._gradients.begin_backward(is_last=number == self._micro_batches - 1)
             sums += self._backward(source, batch.micro_batch(number, self._micro_batches), self._batch_norm)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
@@ -240,7 +224,7 @@ class TorchEngine:
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         images = self.input.of_batch(source, inputs)  # resampled in 32 bits: bfloat16 moves pixels
-        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
+        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}):
             network = self.cut.train_suffix if self.cut else self.model
             logits = network(images)
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
@@ -297,10 +281,6 @@ class TorchEngine:
             finally:
                 set_train_mode(self.model, self.recipe.norm)
 
-    def _activations(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that determines where activations are kept for the backward pass."""
-        return torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else contextlib.nullcontext()
-
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -320,16 +300,19 @@ class TorchEngine:
             self._micro_batches = 1
         else:
 
-            def trial(samples: int, offload: bool) -> None:
-                self._offload = offload
+            def trial(samples: int) -> None:
                 self._try(source, inputs.micro_batch(0, -(-share // samples)))
 
-            self._micro_batches, self._offload = count_micro_batches(
-                trial, share, wanted, self._batch_norm, self.world, self.setup.accelerator
-            )
+            count = count_micro_batches(trial, share, wanted, self.world, self.setup.accelerator)
+            needs_whole = self._batch_norm.was_used and not wanted
+            if count == 0 or (needs_whole and count > 1):
+                whole = f"the {share} samples of a device, which batch normalisation needs together"
+                raise TrainingFailed(
+                    f"out of memory: no room for {whole if needs_whole else 'one sample'}; "
+                    "use more devices, a smaller batch_size or image_size, or shard = 'full'"
+                )
+            self._micro_batches = count
         self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
-        if self._offload:
-            self._report("activations are offloaded to host memory: they do not fit on the device")
         if self._micro_batches > 1:
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
@@ -338,10 +321,13 @@ class TorchEngine:
         """Compute a micro-batch without the other ranks, and undo its effects."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)
-        self._gradients.is_last_micro_batch = False
+        self._gradients.begin_backward(is_last=False)
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
-            self._try_backward(source, inputs, alone)
+            # The first time, libraries are initialised and a compiled model is compiled, which may wait for the device.
+            self._backward(source, inputs, alone)
+            if self._captured and not self._captured.is_off:
+                self._check_capture(self._captured, source, inputs, alone)
         finally:
             self._batch_norm.was_used |= alone.was_used
             self._forget_gradients()
@@ -350,13 +336,10 @@ class TorchEngine:
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
 
-    def _try_backward(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
-        """Compute a micro-batch; if it waits for the device, the step is not captured: that would fail later."""
-        captured = self._captured
-        # The first time, libraries are initialised and a compiled model is compiled, which may wait.
-        self._backward(source, inputs, alone)
-        if captured is None or captured.is_off:
-            return
+    def _check_capture(
+        self, captured: CapturedStep, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm
+    ) -> None:
+        """Refuse to capture a step that waits for the device, which would fail later."""
         self._forget_gradients()
         try:
             with self.setup.accelerator.refusing_to_wait():
@@ -432,7 +415,7 @@ class TorchEngine:
 
     def forget_shapes(self) -> None:
         """Prepare for batches of other shapes: choose micro-batches and capture the step again."""
-        self._micro_batches, self._offload = 0, False
+        self._micro_batches = 0
         self._release_graph()
 
     def _release_graph(self) -> None:

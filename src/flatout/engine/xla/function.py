@@ -27,14 +27,9 @@ aten = torch.ops.aten
 
 
 class SampleMask(NamedTuple):
-    """The mask of real samples of a batch.
+    """The real samples of a batch, and the number of its equal parts with separate batch statistics."""
 
-    Attributes:
-        mask: float32 [B], 1 for a real sample and 0 for padding.
-        groups: the number of equal parts of the batch with separate batch statistics.
-    """
-
-    mask: jax.Array
+    mask: jax.Array  # float32 [B], 0 for padding
     groups: int = 1
 
 
@@ -45,7 +40,7 @@ class Keys:
         self._key = key
 
     def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
-        """Return a key that is unique to an operation."""
+        """See `Keys`."""
         if self._key is None:
             raise TypeError("the module draws random numbers: pass a key")
         self._key, key = jax.random.split(self._key)

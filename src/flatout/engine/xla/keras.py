@@ -19,15 +19,6 @@ class KerasFunction:
 
     Random numbers depend only on the key of the call, so a run is reproducible from its seed.
 
-    Args:
-        module: in training or in evaluation mode; it is not changed.
-        inputs: example images [B, C, H, W].
-        name: the model's name, for messages.
-        precision: "bf16" to compute in bfloat16.
-
-    Attributes:
-        output_shapes: the shape of the logits, in a list.
-
     Raises:
         InputError: Keras cannot run the model under jit, or the model adds to the loss.
     """

@@ -19,14 +19,14 @@ Arrays = dict[str, jax.Array]
 
 
 class MomentumState(NamedTuple):
-    """The state of SGD: the step count, and a running sum of gradients per parameter."""
+    """SGD's step count, and a running sum of gradients per parameter."""
 
     count: jax.Array
     momentum_buffer: Arrays
 
 
 class AdagradState(NamedTuple):
-    """The state of Adagrad: the step count, and the sum of squared gradients per parameter."""
+    """Adagrad's step count, and the sum of squared gradients per parameter."""
 
     count: jax.Array
     sum: Arrays
@@ -52,17 +52,14 @@ def build(optimizer: Optimizer) -> optax.GradientTransformation:
             "--engine torch"
         )
     decay = optax.add_decayed_weights(optimizer.weight_decay)
-    eps, betas = optimizer.eps, optimizer.betas
-    assert eps is not None
-    assert betas is not None
+    # Sections of known optimizers have all numbers.
+    eps, betas, momentum = optimizer.eps or 0.0, optimizer.betas or [], optimizer.momentum or 0.0
     if optimizer.name == "adamw":
-        return optax.chain(optax.scale_by_adam(betas[0], betas[1], eps), decay)
+        return optax.chain(optax.scale_by_adam(*betas, eps), decay)
     if optimizer.name == "adam":
-        return optax.chain(decay, optax.scale_by_adam(betas[0], betas[1], eps))
+        return optax.chain(decay, optax.scale_by_adam(*betas, eps))
     if optimizer.name == "adagrad":
         return optax.chain(decay, scale_by_adagrad(eps))
-    momentum = optimizer.momentum
-    assert momentum is not None
     if momentum == 0:
         return optax.chain(decay)
     return optax.chain(decay, scale_by_momentum(momentum, optimizer.dampening, nesterov=bool(optimizer.nesterov)))

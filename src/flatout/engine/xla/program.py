@@ -98,9 +98,7 @@ class Program:
 
     Args:
         model: with the initial weights; it is not changed.
-        recipe: data.mean and data.std must be filled in.
-        batch: samples in a training batch, padding included.
-        evaluation_batch: samples in an evaluation batch, padding included.
+        batch, evaluation_batch: samples in a batch of training and of evaluation, padding included.
         groups: parts of the batch with separate batch statistics; 1 for global ones.
         precision: "fp32", "tf32" or "bf16".
         cut: from `frozen_cut`; images are then the output of its prefix, float32 with channels last.
@@ -141,7 +139,6 @@ class Program:
             self._stored = (*self._read[1:], self._read[0]), np.float32
 
     def _training(self, shape: tuple[int, ...]) -> "_Network":
-        """Return the network for training batches of a shape."""
         if shape not in self._networks:
             set_train_mode(self._model, self._recipe.norm)
             network = self._cut.train_suffix if self._cut else self._model
@@ -216,10 +213,7 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
-        """Update the state from one batch.
-
-        Args:
-            table: uint8 or uint16 [N, H, W, C], the images, if `inputs.images` are row indices; else None.
+        """Update the state from one batch, whose images are in `table` [N, H, W, C] if `inputs` has their rows.
 
         Returns:
             The new state; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
@@ -308,11 +302,7 @@ class Program:
 
 
 class FrozenPrefix:
-    """The frozen prefix of a model as a JAX function of stored images in batches of one size.
-
-    Attributes:
-        parameters, buffers: by name, on the host.
-    """
+    """The frozen prefix of a model as a JAX function of stored images in batches of one size."""
 
     def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
         x = example(batch, recipe.channels, *recipe.image_sides)
@@ -338,15 +328,14 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
     return cut_frozen_prefix(model)
 
 
-class _Network:
+class _Network(NamedTuple):
     """The model after its frozen prefix, and its loss, as JAX functions of batches of one shape."""
 
-    def __init__(self, model: Any, head: Function) -> None:
-        self.model, self._head = model, head
+    model: Any
+    head: Function
 
     def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
-        """Return the outputs of the function of `head_of`."""
-        return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
+        return self.head({}, {}, logits.astype(jnp.float32), targets)[0]
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:
@@ -363,13 +352,8 @@ class _LossHead(nn.Module):
         self._class_weights = None if class_weights is None else torch.tensor(class_weights)
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        losses = self._task.per_sample(logits, targets, self._class_weights)
-        return (
-            losses,
-            self._task.step_metrics(logits, targets),
-            self._task.predicted(logits),
-            self._task.probabilities(logits),
-        )
+        task, losses = self._task, self._task.per_sample(logits, targets, self._class_weights)
+        return losses, task.step_metrics(logits, targets), task.predicted(logits), task.probabilities(logits)
 
 
 @functools.lru_cache(maxsize=16)
