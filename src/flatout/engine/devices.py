@@ -162,7 +162,7 @@ def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
         )
     if kind == "tpu" and not tpus:
         raise InputError(
-            f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla --devices "
-            f"{len(indices)}xcpu; to estimate the speed on TPUs: flatout plan"
+            f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "
+            f"--devices {len(indices)}xcpu; to estimate the speed on TPUs: flatout plan"
         )
     return Devices(kind=kind, indices=indices, engine="xla")

@@ -37,14 +37,13 @@ def build(
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
             device, so that it can change.
     """
-    assert parameters
     device = next(iter(parameters.values())).device
-    grouped: dict[float, list[torch.Tensor]] = {}
+    grouped: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
-        grouped.setdefault(scales[name] if scales else 1.0, []).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": members, "lr_scale": scale} for scale, members in grouped.items()]
-    for group in groups:
-        group["lr"] = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+        scale = scales[name] if scales else 1.0
+        lr = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+        grouped.setdefault(scale, {"params": [], "lr_scale": scale, "lr": lr})["params"].append(parameter)
+    groups = list(grouped.values())
     if optimizer.is_of_library:
         try:
             return of_library(optimizer)(groups, **({"capturable": True, "foreach": True} if capturable else {}))
@@ -149,9 +148,7 @@ def keep_compiler_out() -> Callable[[], None]:
     undecorated one; here that is the function itself. In other versions of torch this has no effect.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
-    plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]
-    if "torch._dynamo" in sys.modules:
-        plain = []
+    plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__") and "torch._dynamo" not in sys.modules]
     for function in plain:
         setattr(function, _ANSWER, function)
 

@@ -11,8 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +26,17 @@ if TYPE_CHECKING:
 
     from flatout.config import Recipe
 
+# Share of the free memory for images; the rest is for the model, its activations and other programs.
+MEMORY_SHARE = 0.5
+PRECISIONS = {
+    "fp32": "32-bit floats",
+    "tf32": "32-bit floats, matrix products and convolutions in TF32",
+    "bf16": "bfloat16 with 32-bit weights",
+}
+# bfloat16 is chosen if it makes a step faster by at least this factor.
+BF16_WORTH = 1.2
+# From this number of multiply-adds per image on, a GPU computes in bfloat16.
+BF16_OPERATIONS = 10_000_000
 # Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
@@ -35,7 +45,7 @@ class Accelerator:
     """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's.
 
     Attributes:
-        device: the torch device.
+        precision, threads: number format and compute threads, after `prepare`.
         is_host: it uses the cores and memory of the host.
         is_async: operations are queued, and reading a result synchronises.
         has_memory: it has its own memory, with asynchronous copies from pinned host memory.
@@ -49,6 +59,7 @@ class Accelerator:
     is_async = True
     wide_float = torch.float64
     evaluation_batch = EVALUATION_BATCH
+    precision, threads = "fp32", 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,6 +68,41 @@ class Accelerator:
     def name(self) -> str:
         """The name of the hardware, for the log."""
         return self.device.type.upper()
+
+    def prepare(self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1) -> None:
+        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process.
+
+        Raises:
+            InputError: the hardware does not support the precision.
+        """
+        self.precision = self.choose_precision(precision)
+        self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
+        self.adapt_process(undo, self.precision, self.threads)
+
+    def choose_precision(self, wanted: str) -> str:
+        """Resolve a recipe's `precision` to a number format.
+
+        Raises:
+            InputError: the hardware does not support it; emulation would be many times slower.
+        """
+        available = self.precisions()
+        if wanted not in ("auto", *available):
+            raise InputError(
+                f"precision = {wanted!r}: {self.device.type} here has only {', '.join(available)}; "
+                "use --set precision=auto"
+            )
+        return available[0] if wanted == "auto" else wanted
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a model runs."""
+        if self.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.device.type}: {threads if self.is_host else self.name}, {PRECISIONS[self.precision]}"
 
     @property
     def raises_out_of_memory(self) -> bool:
@@ -293,71 +339,6 @@ def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
             libc.mallopt(option, value)
 
 
-# Share of the free memory for images; the rest is for the model, its activations and other programs.
-MEMORY_SHARE = 0.5
-PRECISIONS = {
-    "fp32": "32-bit floats",
-    "tf32": "32-bit floats, matrix products and convolutions in TF32",
-    "bf16": "bfloat16 with 32-bit weights",
-}
-# bfloat16 is chosen if it makes a step faster by at least this factor.
-BF16_WORTH = 1.2
-# From this number of multiply-adds per image on, a GPU computes in bfloat16.
-BF16_OPERATIONS = 10_000_000
-
-Place = Literal["device", "memory", "disk"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSetup:
-    """A device prepared for training: number format and compute threads."""
-
-    accelerator: Accelerator
-    precision: str
-    threads: int
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the model runs."""
-        if self.precision == "bf16":
-            return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def describe(self) -> str:
-        """Return a sentence for the log."""
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        where = threads if self.accelerator.is_host else self.accelerator.name
-        return f"{self.accelerator.device.type}: {where}, {PRECISIONS[self.precision]}"
-
-
-def prepare(
-    accelerator: Accelerator, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1
-) -> DeviceSetup:
-    """Prepare a device for training; `undo` restores the settings of the process.
-
-    Raises:
-        InputError: the hardware does not support the precision.
-    """
-    precision = choose_precision(accelerator, precision)
-    threads = cpu_threads(ranks_here) if accelerator.is_host else torch.get_num_threads()
-    accelerator.adapt_process(undo, precision, threads)
-    return DeviceSetup(accelerator=accelerator, precision=precision, threads=threads)
-
-
-def choose_precision(accelerator: Accelerator, wanted: str) -> str:
-    """Resolve a recipe's `precision` to a number format of the device.
-
-    Raises:
-        InputError: the hardware does not support it; emulation would be many times slower.
-    """
-    available = accelerator.precisions()
-    if wanted not in ("auto", *available):
-        raise InputError(
-            f"precision = {wanted!r}: {accelerator.device.type} here has only {', '.join(available)}; "
-            "use --set precision=auto"
-        )
-    return available[0] if wanted == "auto" else wanted
-
-
 def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe") -> tuple[str, int] | None:
     """Return the number format for a model on a GPU with TF32, and the model's multiply-adds per image.
 
@@ -391,13 +372,13 @@ def cpu_threads(ranks_here: int = 1) -> int:
     return wanted if ranks_here == 1 else min(wanted, share)
 
 
-def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> Place:
-    """Choose where to keep `nbytes` of images: on the device if they fit, else in memory, else on disk.
+def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> str:
+    """Choose where to keep `nbytes` of images: on the `device` if they fit, else in `memory`, else on `disk`.
 
     Every rank of a host keeps its own copy, so each may use its share of the host's memory.
     """
-    if wanted in ("device", "memory", "disk"):
-        return wanted  # pyright: ignore[reportReturnType]
+    if wanted != "auto":
+        return wanted
     free = accelerator.free_bytes() / (ranks_here if accelerator.is_host else 1)
     if nbytes <= MEMORY_SHARE * free:
         return "device"

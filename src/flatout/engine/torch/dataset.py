@@ -65,11 +65,11 @@ class TorchDataset:
             for inputs in self._batches(images, equally_many=True):
                 rows = images.transforms_of(inputs.samples)
                 normalised = engine.input.normalised(images.images_of(inputs), rows)
-                with torch.no_grad(), engine.setup.autocast():
+                with torch.no_grad(), engine.accelerator.autocast():
                     yield engine.prefix(normalised, len(images.samples))
 
         wanted = engine.recipe.data.placement
-        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
+        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.accelerator)
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if not isinstance(features, torch.Tensor):
@@ -149,7 +149,7 @@ class TorchDataset:
         if source.images is None:
             read = read_ahead(source.samples, again, world.local_rank, world.local_size)
             steps = (step for _, step in zip(read, steps, strict=True))
-        return source.stream(steps, self._engine.setup.accelerator, is_training=True)
+        return source.stream(steps, self._engine.accelerator, is_training=True)
 
     def _steps(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Step]:
         """Yield steps on batches, all of one size: this rank's share in training, else the whole."""
@@ -170,7 +170,7 @@ class TorchDataset:
                 columns["partners"] = self.source.partners[samples].astype(np.int64)
             place = is_training, samples.shape[1]
             if place not in self._tables:
-                self._tables[place] = StepTable(columns, self._engine.setup.accelerator)
+                self._tables[place] = StepTable(columns, self._engine.accelerator)
             for batch, share in zip(chunk, shares, strict=True):
                 yield Step(
                     batch=share,
@@ -184,7 +184,7 @@ class TorchDataset:
         engine, source = self._engine, self.source
         if engine.recorder:
             samples = inputs.batch.samples[: inputs.batch.count]
-            rows = source.transforms_of(engine.setup.accelerator.put(samples))
+            rows = source.transforms_of(engine.accelerator.put(samples))
             engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
         inputs.begin()
         engine.train_step(source, inputs, learning_rate, seed)
@@ -205,9 +205,9 @@ class TorchDataset:
             engine.synchronise_buffers()
             batches, is_one_less = self._own_batches(len(self.samples))
             steps = self._steps(batches, is_training=False)
-            streamed = self._plain.stream(steps, engine.setup.accelerator, is_training=False)
+            streamed = self._plain.stream(steps, engine.accelerator, is_training=False)
             return self._scores.evaluate(self._plain, self._checked(streamed, is_one_less), self.samples.labels)
-        task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
+        task, world, accelerator = engine.task, engine.world, engine.accelerator
         sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
@@ -218,7 +218,7 @@ class TorchDataset:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
             # After cached output, little computation remains: preparing ONNX Runtime would take longer.
-            is_whole = engine.cut is None and engine.setup.precision == "fp32"
+            is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 from flatout.models.features import FrozenClassifier
 
@@ -227,7 +227,7 @@ class TorchDataset:
             for inputs, *others in zip(*batches, strict=True):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
-                with engine.setup.autocast():
+                with engine.accelerator.autocast():
                     logits = logits_of(network, *read)[:real]
                 targets = sources[0].targets.index_select(0, inputs.samples[:real])
                 loss_sum += engine.losses.of(engine.task, logits, targets).sum()
@@ -268,7 +268,7 @@ class TorchDataset:
 
     def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
         """Yield this rank's evaluation batches; `equally_many` on every rank, with empty ones at the end."""
-        put = self._engine.setup.accelerator.put
+        put = self._engine.accelerator.put
         batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
         inputs = (
             DeviceBatch(
@@ -281,14 +281,14 @@ class TorchDataset:
             )
             for batch in batches
         )
-        streamed = source.stream(inputs, self._engine.setup.accelerator, is_training=False)
+        streamed = source.stream(inputs, self._engine.accelerator, is_training=False)
         return self._checked(streamed, is_one_less)
 
     def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
         """Return this rank's evaluation batches, see `_batches`, and whether other ranks have one more."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
-        size = min(engine.setup.accelerator.evaluation_batch, engine.recipe.batch_size)
+        size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
         batches = list(evaluation_batches(count, size))
         own = batches[world.rank :: world.size]
         if equally_many and len(own) < -(-len(batches) // world.size):
@@ -310,7 +310,7 @@ class RecordedScores:
     """The loss and the predictions of a split, computed by recorded steps."""
 
     def __init__(self, engine: "TorchEngine", count: int) -> None:
-        accelerator = engine.setup.accelerator
+        accelerator = engine.accelerator
         self._engine, self._count = engine, count
         self._loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
         self._rows = _Rows(count + 1, engine.world)  # the last one is for padding
@@ -340,7 +340,7 @@ class RecordedScores:
     def _score(self, source: DeviceImages, step: Step) -> None:
         engine, batch = self._engine, step.read()
         step.table.advance()
-        with engine.setup.autocast():
+        with engine.accelerator.autocast():
             logits = self._network(engine.input.of(source.images_of(batch)))
         losses = engine.losses.of(engine.task, logits, source.targets.index_select(0, batch.samples))
         self._loss_sum += (losses * batch.weights).sum()

@@ -23,7 +23,7 @@ from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
 from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch import state as states
-from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
+from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
@@ -49,11 +49,10 @@ class TorchEngine:
 
     Args:
         model: trained in place, after being moved to the device.
-        recipe: the recipe; data.mean and data.std must be filled in.
+        recipe: data.mean and data.std must be filled in.
         world: the ranks, and this one's device; None for a single CPU process.
         task: the task with the metrics of the user; None for the recipe's.
-        class_weights: see `Task.class_weights`; None for none.
-        accelerator: the accelerator; None for that of the device.
+        class_weights: see `Task.class_weights`.
         capture: whether the step may be captured as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
         head: the head, if nothing else of the model changes; its input is then computed once.
@@ -81,14 +80,14 @@ class TorchEngine:
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
-        accelerator = accelerator or accelerator_of(world.device)
+        self.accelerator = accelerator = accelerator or accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
         self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
-            self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size)
             accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
@@ -97,8 +96,8 @@ class TorchEngine:
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
         """Move the model to the device and prepare everything that the steps use."""
-        recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
-        self.threads, self.device_names = self.setup.threads, [str(self.device)]
+        recipe, world, accelerator = self.recipe, self.world, self.accelerator
+        self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
         self.model = self._distribute(model)
         set_train_mode(self.model, self.recipe.norm)
@@ -124,7 +123,7 @@ class TorchEngine:
             self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
         self._captured = None
         if can_capture:
-            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
+            self._captured = CapturedStep(self._step, self._optimizer.zero_grad, accelerator, self._report)
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
         self._micro_batches = 0
@@ -170,7 +169,7 @@ class TorchEngine:
         return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
-        sentences = [self.setup.describe()]
+        sentences = [self.accelerator.describe()]
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
             how = "FSDP2, which shards the model" if self.is_sharded else how
@@ -183,20 +182,19 @@ class TorchEngine:
         self._release_graph()
         placement = self.recipe.data.placement
         here = self.world.local_size
-        return TorchDataset(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
+        return TorchDataset(self, place(samples, self.task, self.accelerator, placement, ranks_here=here))
 
     def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
-        """Compute a step; see `DeviceDataset.train_step`."""
         began = self.world.seconds
         if self._micro_batches == 0:
             self._choose_micro_batches(source, inputs.read())
         # Dropout must differ between ranks, like their samples.
-        self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
+        self.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
         if self._captured:
             self._captured(source, inputs)
         else:
-            self._forget_gradients()
+            self._optimizer.zero_grad()
             self._step(source, inputs)
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
@@ -224,7 +222,7 @@ class TorchEngine:
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         images = self.input.of_batch(source, inputs)  # resampled in 32 bits: bfloat16 moves pixels
-        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}):
+        with self.accelerator.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}):
             network = self.cut.train_suffix if self.cut else self.model
             logits = network(images)
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
@@ -235,7 +233,6 @@ class TorchEngine:
         return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
 
     def _clip_gradients(self) -> None:
-        """Scale all gradients together so that their norm is within the recipe's limit."""
         parameters = list(self.parameters.values())
         if self.world.backend == "memory":
             # All ranks read the same memory.
@@ -254,14 +251,12 @@ class TorchEngine:
         """Whether preparing ONNX Runtime is worthwhile for `count` images and a frozen network."""
         from flatout.models.features import WORTHWHILE_PIXELS
 
-        is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
-        return self.setup.accelerator.is_host and is_worthwhile
+        return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
         """Return the output of the frozen prefix for a batch [B, C, H, W] of `count` images in total."""
         assert self.cut is not None
-        if self._prefix is None:
-            self._prefix = self.frozen(self.cut.prefix, images, count)
+        self._prefix = self._prefix or self.frozen(self.cut.prefix, images, count)
         return self._prefix(images)
 
     def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -281,9 +276,6 @@ class TorchEngine:
             finally:
                 set_train_mode(self.model, self.recipe.norm)
 
-    def _forget_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
@@ -296,14 +288,14 @@ class TorchEngine:
         if self.is_sharded:
             # A trial on one rank would wait for the other ranks' shards.
             self._micro_batches = -(-share // wanted) if wanted else 1
-        elif not wanted and not self.setup.accelerator.raises_out_of_memory:
+        elif not wanted and not self.accelerator.raises_out_of_memory:
             self._micro_batches = 1
         else:
 
             def trial(samples: int) -> None:
                 self._try(source, inputs.micro_batch(0, -(-share // samples)))
 
-            count = count_micro_batches(trial, share, wanted, self.world, self.setup.accelerator)
+            count = count_micro_batches(trial, share, wanted, self.world, self.accelerator)
             needs_whole = self._batch_norm.was_used and not wanted
             if count == 0 or (needs_whole and count > 1):
                 whole = f"the {share} samples of a device, which batch normalisation needs together"
@@ -330,7 +322,7 @@ class TorchEngine:
                 self._check_capture(self._captured, source, inputs, alone)
         finally:
             self._batch_norm.was_used |= alone.was_used
-            self._forget_gradients()
+            self._optimizer.zero_grad()
             reserved.clear()
             with torch.no_grad():
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
@@ -340,9 +332,9 @@ class TorchEngine:
         self, captured: CapturedStep, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm
     ) -> None:
         """Refuse to capture a step that waits for the device, which would fail later."""
-        self._forget_gradients()
+        self._optimizer.zero_grad()
         try:
-            with self.setup.accelerator.refusing_to_wait():
+            with self.accelerator.refusing_to_wait():
                 self._backward(source, inputs, alone)
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -359,7 +351,7 @@ class TorchEngine:
 
     def communication_seconds(self) -> float:
         seconds, self._communication_seconds = self._communication_seconds, 0.0
-        return float("nan") if self.setup.accelerator.is_async and self.world.is_joined else seconds
+        return float("nan") if self.accelerator.is_async and self.world.is_joined else seconds
 
     @torch.no_grad()
     def synchronise_buffers(self) -> None:
@@ -387,7 +379,7 @@ class TorchEngine:
     @torch.no_grad()
     def snapshot(self, *, weights_only: bool = False) -> Snapshot:
         held = {name: states.local(value) for name, value in self._tensors(weights_only=weights_only).items()}
-        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.setup.accelerator.free_bytes()
+        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.accelerator.free_bytes()
         copies = {name: value.to(value.device if fits else "cpu", copy=True) for name, value in held.items()}
         return Snapshot(tensors=copies, weights_only=weights_only)
 
@@ -419,15 +411,15 @@ class TorchEngine:
         self._release_graph()
 
     def _release_graph(self) -> None:
-        # A captured step refers to the optimizer's tensors, which may be replaced.
+        """Free captured steps, which refer to the optimizer's tensors: these may be replaced."""
         if self._captured:
             self._captured.release()
 
     def peak_memory_bytes(self) -> int | None:
-        return self.setup.accelerator.peak_bytes()
+        return self.accelerator.peak_bytes()
 
     def close(self) -> None:
         self._release_graph()
         self._gradients.close()
         self._undo.close()
-        self.setup.accelerator.empty_cache()
+        self.accelerator.empty_cache()

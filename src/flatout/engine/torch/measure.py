@@ -14,13 +14,7 @@ from torch import nn
 from flatout.config import Recipe
 from flatout.data.batches import Batch, Split
 from flatout.distributed.world import World
-from flatout.engine.torch.accelerator import (
-    BF16_WORTH,
-    accelerator_of,
-    choose_precision,
-    cpu_threads,
-    precision_of_gpu,
-)
+from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, cpu_threads, precision_of_gpu
 from flatout.engine.torch.engine import TorchEngine
 
 # On a CPU, the first step has two images, the next ones more, up to the batch or this step time.
@@ -48,7 +42,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
         InputError: the device lacks the recipe's precision.
     """
     accelerator = accelerator_of(torch.device(device))
-    formats = [choose_precision(accelerator, recipe.precision)]
+    formats = [accelerator.choose_precision(recipe.precision)]
     if recipe.precision == "auto" and (found := precision_of_gpu(accelerator.precisions(), model, recipe)):
         formats = [found[0]]
     elif recipe.precision == "auto" and "bf16" in accelerator.precisions():
@@ -93,7 +87,7 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
             engine.counts()  # waits for an accelerator
             return (time.perf_counter() - began) / count
 
-        images = min(batch_size, FIRST_IMAGES) if engine.setup.accelerator.is_host else batch_size
+        images = min(batch_size, FIRST_IMAGES) if engine.accelerator.is_host else batch_size
         # The first step of a shape prepares the others.
         while step_seconds(images, 1) < LONG_STEP and images < batch_size:
             images = min(batch_size, 8 * images)

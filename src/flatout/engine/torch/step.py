@@ -24,7 +24,7 @@ from flatout.utils.errors import InputError, RankLost, causes, first_line
 
 
 class NetworkInput:
-    """Computes the input of the network on one device; behind a `cut`, the frozen prefix's output is stored as images."""
+    """Computes the input of the network on one device; behind a `cut`, the images are the frozen prefix's output."""
 
     def __init__(
         self,

@@ -256,9 +256,9 @@ class XlaDataset:
         kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
         loss_sum = 0.0
 
-        def results() -> Iterator[tuple[Evaluated, int]]:
+        def results() -> "Iterator[tuple[Evaluated, int]]":
             """Yield the results of batches, some of which are in flight, and their samples."""
-            waiting: deque[tuple[Evaluated, int]] = deque()
+            waiting = deque[Any]()
             read = self._reader(size, is_training=False)
             for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
                 engine.world.control.check_stop()

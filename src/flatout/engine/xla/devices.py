@@ -123,8 +123,8 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
         raise InputError(explain(kind, str(error))) from error
     if wanted > len(found) and kind == "cpu":
         raise InputError(
-            f"{spec}: JAX was started in this process with {len(found)} simulated device(s), which cannot change; start "
-            f"the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
+            f"{spec}: JAX was started in this process with {len(found)} simulated device(s), which cannot change; "
+            f"start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
         )
     if wanted > len(found):
         raise InputError(f"{spec}: only {len(found)} available on this host")
@@ -135,8 +135,8 @@ def explain(kind: str, error: str) -> str:
     """Return a message with a fix for JAX's error about devices of a kind."""
     driver = INSTALL if kind == "tpu" else "pip install jax[cuda13]"
     return (
-        f"--devices {kind}: JAX finds no {kind.upper()} here ({error.strip().partition(chr(10))[0]}). A TPU can be used "
-        f"by one process at a time; a matching driver comes with {driver}; to simulate devices: --devices 8xcpu"
+        f"--devices {kind}: JAX finds no {kind.upper()} here ({error.strip().partition(chr(10))[0]}). A TPU can be "
+        f"used by one process at a time; a matching driver comes with {driver}; to simulate devices: --devices 8xcpu"
     )
 
 

@@ -292,7 +292,7 @@ class XlaEngine:
             raise InputError(f"the checkpoint does not fit the model: {error}") from None
         fresh = self._program.initial_state()
         if fresh.average is not None and "ema_steps" in state:
-            parts = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
+            parts: list[Any] = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
             fresh = fresh._replace(average=Average(to_array(state["ema_steps"]), *parts))
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
         self._put_state(fresh._replace(optimizer=optim.from_torch(fresh.optimizer, kept)))

@@ -55,9 +55,9 @@ def build(optimizer: Optimizer) -> optax.GradientTransformation:
     # Sections of known optimizers have all numbers.
     eps, betas, momentum = optimizer.eps or 0.0, optimizer.betas or [], optimizer.momentum or 0.0
     if optimizer.name == "adamw":
-        return optax.chain(optax.scale_by_adam(*betas, eps), decay)
+        return optax.chain(optax.scale_by_adam(betas[0], betas[1], eps), decay)
     if optimizer.name == "adam":
-        return optax.chain(decay, optax.scale_by_adam(*betas, eps))
+        return optax.chain(decay, optax.scale_by_adam(betas[0], betas[1], eps))
     if optimizer.name == "adagrad":
         return optax.chain(decay, scale_by_adagrad(eps))
     if momentum == 0:

@@ -8,6 +8,7 @@ Shape letters: B batch, padded to equal parts per device, H height, W width, C c
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -276,7 +277,7 @@ class Program:
         *,
         tta: bool = False,
     ) -> Evaluated:
-        """Return the results of one batch; for the arguments see `DeviceBatch`; `mask` [B] is 0 for padding.
+        """Return the results of one batch, see `DeviceBatch`; `mask` [B] is 0 for padding.
 
         With `tta`, probabilities are averaged over `augment.tta_views`.
         """
@@ -290,7 +291,8 @@ class Program:
         if tta:
             views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
             logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
-            logits = averaged(self.task, logits_VBK)
+            views_mean = Function(_Traced(self.task.averaged), (example(*logits_VBK.shape),), name="views")
+            logits = views_mean({}, {}, logits_VBK)[0]
             seen = [features for _, features in views if features is not None]
             features = jnp.stack(seen).mean(axis=0) if seen else None
         else:
@@ -343,17 +345,15 @@ def _images(images: Array, table: jax.Array | None) -> Any:
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
 
 
-class _LossHead(nn.Module):
-    """Losses, step metrics, predictions and probabilities of a task, computed from logits."""
+class _Traced(nn.Module):
+    """A function of tensors as a module, to be exported."""
 
-    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._task = task
-        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
+        self._function = function
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        task, losses = self._task, self._task.per_sample(logits, targets, self._class_weights)
-        return losses, task.step_metrics(logits, targets), task.predicted(logits), task.probabilities(logits)
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self._function(*inputs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -364,25 +364,15 @@ def head_of(
 
     Training and evaluation share one if their batches have the same size.
     """
+    weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def results(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        losses = task.per_sample(logits, targets, weights)
+        return losses, task.step_metrics(logits, targets), task.predicted(logits), task.probabilities(logits)
+
     dtype = torch.float32 if task.mixes_targets else torch.int64
     examples = example(*logits_shape), example(logits_shape[0], *target_shape, dtype=dtype)
-    return Function(_LossHead(task, class_weights), examples, name="loss")
-
-
-def averaged(task: Task, logits_VBK: jax.Array) -> jax.Array:
-    """Return logits [B, K] averaged over the views."""
-    return Function(_Averaged(task), (example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
-
-
-class _Averaged(nn.Module):
-    """Logits [B, K] averaged over views [V, B, K]."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._task = task
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._task.averaged(logits)
+    return Function(_Traced(results), examples, name="loss")
 
 
 def example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
