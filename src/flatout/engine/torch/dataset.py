@@ -5,7 +5,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, K outp
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Any
@@ -200,20 +200,17 @@ class TorchDataset:
     ) -> Evaluation:
         # Losses are those of the recipe, without class weights. Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
-        engine = self._engine
+        engine, task = self._engine, self._engine.task
         if engine.is_captured and not is_last and not tta:
-            engine.synchronise_buffers()
-            batches, is_one_less = self._own_batches(len(self.samples))
-            steps = self._steps(batches, is_training=False)
-            streamed = self._plain.stream(steps, engine.accelerator, is_training=False)
-            return self._scores.evaluate(self._plain, self._checked(streamed, is_one_less), self.samples.labels)
-        task, world, accelerator = engine.task, engine.world, engine.accelerator
+            return self._evaluate_by_recorded_steps()
         sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
-        loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
-        names += ["features"] * (keep_features is not None)
-        rows = {name: _Rows(len(self.samples), world) for name in names}
+        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"predicted": task.predicted}
+        kinds |= {"probabilities": task.probabilities} if with_probabilities else {}
+        kinds |= {"logits": torch.Tensor.float} if with_logits else {}
+        results = _Results(engine, len(self.samples), kinds)
+        if keep_features:
+            results.rows["features"] = _Rows(len(self.samples), engine.world)
         with contextlib.ExitStack() as stack:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
@@ -225,32 +222,40 @@ class TorchDataset:
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
             batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
             for inputs, *others in zip(*batches, strict=True):
-                start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
                 with engine.accelerator.autocast():
-                    logits = logits_of(network, *read)[:real]
-                targets = sources[0].targets.index_select(0, inputs.samples[:real])
-                loss_sum += engine.losses.of(engine.task, logits, targets).sum()
-                where = slice(start, start + real)
-                rows["predicted"].put(where, task.predicted(logits))
-                if with_probabilities:
-                    rows["probabilities"].put(where, task.probabilities(logits))
-                if with_logits:
-                    rows["logits"].put(where, logits.float())
+                    logits = logits_of(network, *read)
+                rows = results.add(logits, sources[0], inputs)
                 if features and keep_features and (found := features.take()) is not None:
-                    kept = keep_features(found[:real].cpu().numpy())
-                    rows["features"].put(where, torch.from_numpy(kept).to(accelerator.device))
-        tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
-        return Evaluation(
-            **{"probabilities": None, **tables},
-            task=task,
-            loss_sum=float(world.all_reduce(loss_sum)),
-            labels=self.samples.labels,
-        )
+                    kept = keep_features(found[: len(rows)].cpu().numpy())
+                    results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
+        return results.evaluation(self.samples.labels)
+
+    def _evaluate_by_recorded_steps(self) -> Evaluation:
+        engine, (results, run) = self._engine, self._recorded
+        engine.synchronise_buffers()
+        results.clear()
+        batches, is_one_less = self._own_batches(len(self.samples))
+        steps = self._plain.stream(self._steps(batches, is_training=False), engine.accelerator, is_training=False)
+        with engine.evaluation_network():
+            for step in self._checked(steps, is_one_less):
+                step.begin()
+                run(self._plain, step)
+        return results.evaluation(self.samples.labels)
 
     @functools.cached_property
-    def _scores(self) -> "RecordedScores":
-        return RecordedScores(self._engine, len(self.samples))
+    def _recorded(self) -> "tuple[_Results, CapturedStep]":
+        engine = self._engine
+        results = _Results(engine, len(self.samples), {"predicted": engine.task.predicted})
+
+        def score(source: DeviceImages, step: Step) -> None:
+            inputs, network = step.read(), engine.cut.eval_suffix if engine.cut else engine.model
+            step.table.advance()
+            with engine.accelerator.autocast():
+                logits = network(engine.input.of(source.images_of(inputs)))
+            results.add(logits, source, inputs)
+
+        return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
         """Return the images of an evaluation, and a function (network, batch) -> logits."""
@@ -306,46 +311,35 @@ class TorchDataset:
             world.control.check_stop()  # as often on every rank
 
 
-class RecordedScores:
-    """The loss and the predictions of a split, computed by recorded steps."""
+class _Results:
+    """The loss of a split, and results by kind, which are functions of the logits."""
 
-    def __init__(self, engine: "TorchEngine", count: int) -> None:
-        accelerator = engine.accelerator
-        self._engine, self._count = engine, count
-        self._loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        self._rows = _Rows(count + 1, engine.world)  # the last one is for padding
-        self._network: Any = None
-        self._step = CapturedStep(self._score, lambda: None, accelerator, lambda sentence: None)
+    def __init__(
+        self, engine: "TorchEngine", count: int, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    ) -> None:
+        self._engine, self._kinds = engine, kinds
+        self._loss_sum = torch.zeros((), dtype=engine.accelerator.wide_float, device=engine.device)
+        self.rows = {name: _Rows(count, engine.world) for name in kinds}
 
-    @torch.no_grad()
-    def evaluate(self, source: DeviceImages, steps: Iterable[Step], labels: np.ndarray) -> Evaluation:
-        """Return the evaluation of all ranks' steps."""
-        engine = self._engine
+    def clear(self) -> None:
         self._loss_sum.zero_()
-        self._rows.clear()
-        with engine.evaluation_network() as self._network:
-            for step in steps:
-                step.begin()
-                self._step(source, step)
-        predicted = self._rows.gather()
-        assert predicted is not None
-        return Evaluation(
-            task=engine.task,
-            loss_sum=float(engine.world.all_reduce(self._loss_sum)),
-            predicted=predicted[: self._count],
-            labels=labels,
-            probabilities=None,
-        )
+        for rows in self.rows.values():
+            rows.clear()
 
-    def _score(self, source: DeviceImages, step: Step) -> None:
-        engine, batch = self._engine, step.read()
-        step.table.advance()
-        with engine.accelerator.autocast():
-            logits = self._network(engine.input.of(source.images_of(batch)))
-        losses = engine.losses.of(engine.task, logits, source.targets.index_select(0, batch.samples))
-        self._loss_sum += (losses * batch.weights).sum()
-        rows = torch.where(batch.weights > 0, batch.samples, self._count)
-        self._rows.put(rows, engine.task.predicted(logits))
+    def add(self, logits: torch.Tensor, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+        """Add a batch; return the positions of its samples, without padding."""
+        engine, rows = self._engine, inputs.samples[: inputs.batch.count]
+        logits = logits[: len(rows)]
+        self._loss_sum += engine.losses.of(engine.task, logits, source.targets.index_select(0, rows)).sum()
+        for name, function in self._kinds.items():
+            self.rows[name].put(rows, function(logits))
+        return rows
+
+    def evaluation(self, labels: np.ndarray) -> Evaluation:
+        """Return the results of all ranks."""
+        tables: dict[str, Any] = {"probabilities": None, **{name: rows.gather() for name, rows in self.rows.items()}}
+        loss_sum = float(self._engine.world.all_reduce(self._loss_sum))
+        return Evaluation(**tables, task=self._engine.task, loss_sum=loss_sum, labels=labels)
 
 
 class _Rows:
