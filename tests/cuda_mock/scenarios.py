@@ -207,27 +207,6 @@ def planted() -> dict[str, Any]:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def evaluation() -> dict[str, Any]:
-    """Return what an evaluation of three batches does, and its result beside that of the CPU."""
-    recipe = net_recipe(**EXACT)
-    samples = make_samples(3 * BATCH, classes=CLASSES)
-    found: dict[str, Any] = {}
-    for name, where, kernels in (("gpu", GPU, Kernels()), ("cpu", torch.device("cpu"), contextlib.nullcontext())):
-        with kernels:
-            engine = TorchEngine(norm_net(), recipe, world=World(device=where))
-            split = engine.place(samples)
-            split.evaluate()
-            device.reset_counters()
-            evaluated = split.evaluate(with_probabilities=True)
-            found[name] = {
-                "counters": device.counters(),
-                "loss": evaluated.loss_sum,
-                "probabilities": np.asarray(evaluated.probabilities).tolist(),
-            }
-            engine.close()
-    return found
-
-
 def recorded_evaluation() -> dict[str, Any]:
     """Return what the third evaluation during training does, and its metrics beside those of the CPU."""
     recipe, samples = net_recipe(**EXACT), make_samples(3 * BATCH + 3, classes=CLASSES)

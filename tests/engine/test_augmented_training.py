@@ -109,23 +109,6 @@ def test_images_are_resampled_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(first, second) for first, second in zip(*seen, strict=True))
 
 
-def trained(world: World) -> dict[str, np.ndarray]:
-    recipe = make_recipe(**MIXED)
-    engine = TorchEngine(make_net(), recipe, world=world)
-    run_loop(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
-    state = {name: value.numpy() for name, value in engine.state().items()}
-    engine.close()
-    return state
-
-
-@pytest.mark.slow
-def test_ranks_mix_the_images_of_one_process() -> None:
-    """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
-    (alone,), (together, _) = on_ranks(1, trained), on_ranks(2, trained)
-    for name, value in alone.items():
-        np.testing.assert_allclose(together[name], value, rtol=1e-3, atol=2e-5)
-
-
 # --- averaged weights, limited gradients ------------------------------------------------------------------------------
 
 AVERAGED = {"ema": 0.7, "clip_norm": 0.5, "optimizer.lr": 0.5}
@@ -189,7 +172,7 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
 
 
 def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
-    recipe = make_recipe(**AVERAGED, shard=shard)
+    recipe = make_recipe(**{**MIXED, **AVERAGED}, shard=shard)
     engine = TorchEngine(make_net(), recipe, world=world)
     placed = engine.place(make_samples())
     run_loop(engine, world, recipe, {"train": placed}, Progress(), SILENT)
@@ -200,18 +183,8 @@ def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_ranks_average_alike(shard: str) -> None:
+def test_ranks_mix_and_average_alike(shard: str) -> None:
+    """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
     (alone,), (together, _) = on_ranks(1, averaged, "none"), on_ranks(2, averaged, shard)
     for name, value in alone.items():
         np.testing.assert_allclose(together[name], value, rtol=2e-3, atol=5e-5, err_msg=name)
-
-
-def test_pixels_are_found_as_by_torch() -> None:
-    maps = torch.tensor([[[0.9, 0.2, 0.1], [-0.2, 1.1, -0.3]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
-    images = torch.randint(0, 256, (2, 20, 33, 3), dtype=torch.uint8)
-    found = augment.apply(images, {"affine": maps}, torch.ones(3), torch.zeros(3), (15, 31))
-    grid = functional.affine_grid(maps, [2, 3, 15, 31], align_corners=False)
-    expected = functional.grid_sample(
-        images.permute(0, 3, 1, 2).float(), grid, padding_mode="border", align_corners=False
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)

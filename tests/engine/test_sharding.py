@@ -177,17 +177,6 @@ def test_a_state_of_three_ranks_goes_on_with_two(two_ranks: list[Trained], name:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_of_three_ranks_goes_on_with_one_that_holds_all(three_ranks: list[Trained], name: str) -> None:
-    section, make = OPTIMIZERS[name]
-    net = make_net()
-    parameters = trained(net)
-    optimizer = optim.build(section, parameters, capturable=False)
-    load_into(three_ranks[0].states[name][SAVED_AT], net, optimizer, parameters)
-    train_steps(net, optim.plain_step(optimizer), range(SAVED_AT, STEPS))
-    assert_equal_states(full_state(net, optimizer, parameters), plain_loop(make, STEPS))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_rank_holds_its_slices_alone(three_ranks: list[Trained], name: str) -> None:
     """Together the ranks hold everything once, and none more than its share, in rows rounded up."""
     net, kept = make_net(), {"adamw": 2}.get(name, 1)
@@ -246,24 +235,6 @@ def test_a_view_may_be_changed_in_place() -> None:
         net(torch.ones(2, 3, 4)).sum().backward()
         gradients.append([whole(parameter.grad) for parameter in net.parameters()])
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.usefixtures("group_of_one")
-def test_a_state_shares_no_memory_with_the_engine() -> None:
-    net = make_net()
-    shard(net, CPU)
-    parameters = trained(net)
-    optimizer = build_optimizer(OPTIMIZERS["adamw"][0], parameters)
-    update = optim.plain_step(optimizer)
-    train_steps(net, update, range(2))
-    state = full_state(net, optimizer, parameters)
-    copy = {name: value.clone() for name, value in state.items()}
-    load_into(state, net, optimizer, parameters)
-    train_steps(net, update, range(2, STEPS))
-    assert all(torch.equal(value, copy[name]) for name, value in state.items())
-    load_into(state, net, optimizer, parameters)
-    train_steps(net, update, range(2, STEPS))
-    assert_equal_states(full_state(net, optimizer, parameters), plain_loop(OPTIMIZERS["adamw"][1], STEPS))
 
 
 @pytest.mark.usefixtures("group_of_one")

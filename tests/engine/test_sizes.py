@@ -117,9 +117,3 @@ def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Pat
     message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
     with pytest.raises(InputError, match=message):
         flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **{**KEYS, "image_size": size})
-
-
-def test_images_are_not_stored_smaller_than_they_are_shown() -> None:
-    message = "data.stored_size = 14: must be at least 16, the largest of image_size and data.eval_size, or 0 for that"
-    with pytest.raises(InputError, match=message):
-        make_recipe(**LARGER, **{"data.stored_size": 14})

@@ -14,11 +14,9 @@ import flatout
 from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.data.batches import Split
-from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
 from tests.engine.engines import make_engine
-from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
 from tests.engine.test_prefix import frozen_net
 
@@ -89,21 +87,6 @@ def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
     result = engine.place(samples).evaluate(with_probabilities=True, tta=True)
     engine.close()
     assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
-
-
-def of_ranks(world: World) -> Any:
-    engine = TorchEngine(make_net(), make_recipe(), world=world)
-    result = engine.place(make_samples()).evaluate(with_probabilities=True, tta=True)
-    engine.close()
-    return result.loss_sum, result.predicted, result.probabilities
-
-
-def test_ranks_share_the_images() -> None:
-    ((loss, predicted, probabilities),), both = on_ranks(1, of_ranks), on_ranks(2, of_ranks)
-    for found in both:
-        assert found[0] == pytest.approx(loss)
-        assert (found[1] == predicted).all()
-        np.testing.assert_allclose(found[2], probabilities, atol=1e-6)
 
 
 def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

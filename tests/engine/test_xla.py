@@ -1,7 +1,6 @@
 """What only the XLA engine does: parts of a batch, slices of a state, many steps in one program, its compilations."""
 
 import copy
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,18 +153,6 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     assert engine.counts()[0].count == 70 - 16
 
 
-def test_images_in_flight_are_bounded_by_bytes() -> None:
-    from flatout.engine.xla.batches import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
-
-    assert dispatch_limits(0, 16) == dispatch_limits(1000, 16) == (16, RUN_AHEAD), "small images change nothing"
-    photos = 128 * 224 * 224 * 3
-    for batch_bytes in (photos, 10 * photos, 100 * photos):
-        steps, run_ahead = dispatch_limits(batch_bytes, 16)
-        assert steps * run_ahead * batch_bytes <= max(IN_FLIGHT_BYTES, 2 * batch_bytes)
-        assert steps >= 1
-        assert run_ahead >= 2, "one is copied while another one computes"
-
-
 class FarDevice:
     """A device of another host: JAX refuses questions about its memory."""
 
@@ -265,20 +252,6 @@ def test_a_snapshot_keeps_what_later_steps_change() -> None:
     assert_same(engine.state(), first, 0, 0)
 
 
-def test_the_coordinators_port_is_held_until_jax_listens() -> None:
-    from flatout.engine.xla.devices import _reserved_port
-
-    with _reserved_port("127.0.0.1") as port:
-        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-            thief.bind(("127.0.0.1", port))
-        with socket.socket() as coordinator:
-            # As gRPC does.
-            coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            coordinator.bind(("127.0.0.1", port))
-            coordinator.listen()
-            socket.create_connection(("127.0.0.1", port)).close()
-
-
 @pytest.mark.slow
 def test_statistics_of_each_device_alone() -> None:
     recipe = make_recipe(norm="per-device", epochs=1, **{"optimizer.lr": 0.05})
@@ -334,17 +307,6 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed() -> None:
         assert len(set(losses)) == 3
         runs.append(losses)
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_frozen_weights_stay() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 5))
-    net[1].requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    recipe = make_recipe(**{"optimizer.weight_decay": 0.1, "optimizer.lr": 0.1})
-    state = trained(make_engine("xla 2", net, recipe), recipe)
-    assert torch.equal(state["model.1.weight"], before["1.weight"])
-    assert not any(name.startswith("optimizer.1.") for name in state)
-    assert not torch.equal(state["model.3.weight"], before["3.weight"])
 
 
 def test_a_loss_that_is_not_finite_names_its_step() -> None:

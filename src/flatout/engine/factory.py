@@ -235,10 +235,6 @@ def _join_and_call(
 def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
     """Return the world of the ranks that a launcher has started, or of this process alone.
 
-    Args:
-        spec, engine: the devices of this host, and their engine.
-        hang_timeout: seconds without progress after which a rank is ended.
-
     Raises:
         InputError: the devices or the launcher's variables are wrong, or the other ranks are missing.
     """
@@ -256,9 +252,8 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
         )
     ranks = range(found.local_size)
     names = ["cpu"] if engine == "xla" else [local_device(spec, rank, found.local_size) for rank in ranks]
-    device = torch.device(names[found.local_rank])
-    world = World(found, device)
-    shares_gpu = device.type == "cuda" and len(set(names)) < len(names)
+    world = World(found, torch.device(names[found.local_rank]))
+    shares_gpu = world.device.type == "cuda" and len(set(names)) < len(names)
     world.join(found, shares_gpu=shares_gpu, hang_timeout=hang_timeout)
     return world
 

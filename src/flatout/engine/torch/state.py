@@ -59,7 +59,7 @@ def assign_numbers(
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Clear the state of an optimizer."""
+    """Forget what an optimizer keeps."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)

@@ -40,7 +40,6 @@ class Keys:
         self._key = key
 
     def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
-        """See `Keys`."""
         if self._key is None:
             raise TypeError("the module draws random numbers: pass a key")
         self._key, key = jax.random.split(self._key)
@@ -181,6 +180,8 @@ OWN: dict[object, Callable[..., Any]] = {
 Array = jax.Array | np.ndarray
 Arrays = Mapping[str, Array]
 
+# The folders of torch and of this module.
+_NOT_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 # The operations of matrix units, which run in bfloat16 if requested.
 _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm})
 
@@ -193,9 +194,6 @@ class Function:
         inputs: example inputs; their first dimension is the batch.
         name: the module's name, for messages.
         precision: "bf16" to compute products in bfloat16.
-
-    Attributes:
-        output_shapes: the shape of each output array.
 
     Raises:
         InputError: the module cannot be exported, or uses an operation without a lowering; the message names file and
@@ -254,20 +252,11 @@ class Function:
             for node in self._steps:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
                 if self._is_bf16 and _packet(node.target) in _PRODUCTS:
-                    args = [_narrowed(argument) for argument in args]
+                    args = [a.astype(jnp.bfloat16) if getattr(a, "dtype", None) == jnp.float32 else a for a in args]
                 values[node.name] = self._lowerings[node](call, *args, **kwargs)
-        new_buffers = dict(buffers)
-        outputs = []
-        for name in self._results:
-            if name in self._mutated:
-                buffer = self._mutated[name]
-                new_buffers[buffer] = values[name].astype(buffers[buffer].dtype)
-            else:
-                outputs.append(values[name])
-        return (outputs[0] if len(outputs) == 1 else tuple(outputs)), new_buffers
-
-
-# --- lowerings ------------------------------------------------------------------------------------------------------
+        new = {buffer: values[name].astype(buffers[buffer].dtype) for name, buffer in self._mutated.items()}
+        outputs = tuple(values[name] for name in self._results if name not in self._mutated)
+        return (outputs[0] if len(outputs) == 1 else outputs), {**buffers, **new}
 
 
 def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
@@ -287,18 +276,8 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
             f"model {name}: {_where(node)} uses {target}, which --engine xla does not support; "
             "use --engine torch, or another operation"
         )
-    function = found.func
-    if found.needs_env:
-        return lambda call, *args, **kwargs: function(*args, env=call.keys, **kwargs)
-    return lambda call, *args, **kwargs: function(*args, **kwargs)
-
-
-def _narrowed(argument: Any) -> Any:
-    is_wide = getattr(argument, "dtype", None) == jnp.float32
-    return argument.astype(jnp.bfloat16) if is_wide else argument
-
-
-# --- the graph ------------------------------------------------------------------------------------------------------
+    function, needs_keys = found.func, found.needs_env
+    return lambda call, *args, **kwargs: function(*args, **kwargs, **({"env": call.keys} if needs_keys else {}))
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> torch.export.ExportedProgram:
@@ -336,13 +315,8 @@ def import_lowerings() -> None:
 
 def _line_of(error: BaseException) -> str:
     """Return the line of the user's code that raised an error, for a message; empty if unknown."""
-    own = (_own_folder(torch.__file__), _own_folder(__file__), "<")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_NOT_USERS, "<"))]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _own_folder(file: str) -> str:
-    return f"{Path(file).parent}{os.sep}"
 
 
 def _where(node: torch.fx.Node) -> str:
@@ -351,7 +325,7 @@ def _where(node: torch.fx.Node) -> str:
     path, kind = layers[-1] if layers else ("", "")
     layer = f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
     trace = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
-    places = [line for line in trace if line.startswith("File ") and _own_folder(torch.__file__) not in line]
+    places = [line for line in trace if line.startswith("File ") and _NOT_USERS[0] not in line]
     return f"{layer}, {places[-1].partition(', in ')[0]}," if places else layer
 
 
