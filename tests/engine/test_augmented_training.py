@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
-from flatout.config import Recipe
-from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
-from flatout.engine import augment
 from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
 
@@ -31,43 +28,11 @@ MIXED = {
 }
 
 
-def plain_loop(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Train as anybody would by hand, on the same draws; images, partners and labels of the whole epoch at once."""
-    net = make_net().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    labels = torch.from_numpy(samples.labels)
-    for epoch in range(recipe.epochs):
-        tables = augment.epoch_transforms(recipe, epoch, len(samples))
-        assert tables is not None
-        rows = {name: torch.from_numpy(table) for name, table in tables.items()}
-        x = augment.apply(torch.from_numpy(samples.images), rows, 1 / (255 * std), -mean / std)
-        partner = rows["partner"].long()
-        shares, boxes = rows["mix"][:, 0], rows["mix"][:, 1:5]
-        mixed = x.clone()
-        for i in range(len(x)):
-            mixed[i] = (1 - shares[i]) * x[i] + shares[i] * x[partner[i]]
-            height, width = x.shape[2:]
-            # A pixel belongs to a box if its centre does.
-            top, left, bottom, right = (boxes[i] * torch.tensor([height, width, height, width]) - 0.5).ceil().int()
-            mixed[i, :, top:bottom, left:right] = x[partner[i], :, top:bottom, left:right]
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            logits, share = net(mixed[chosen]), rows["mix"][chosen, 5]
-            own, other = (
-                functional.cross_entropy(logits, y[chosen], reduction="none", label_smoothing=recipe.label_smoothing)
-                for y in (labels, labels[partner])
-            )
-            ((1 - share) * own + share * other).mean().backward()
-            optimizer.step()
-    return net.state_dict()
-
-
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])
 def test_equals_a_plain_loop(engine: str) -> None:
     samples, recipe = make_samples(), make_recipe(**MIXED)
-    expected, found = plain_loop(samples, recipe), engine_weights(make_net(), samples, recipe, engine)
+    expected = plain_loop(make_net(), samples, recipe).state
+    found = engine_weights(make_net(), samples, recipe, engine)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -114,35 +79,11 @@ def test_images_are_resampled_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 AVERAGED = {"ema": 0.7, "clip_norm": 0.5, "optimizer.lr": 0.5}
 
 
-def averaged_by_hand(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
-    net = make_net().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-    y = torch.from_numpy(samples.labels)
-    average = {name: value.clone() for name, value in net.state_dict().items()}
-    step = 1000 if recipe.pretrained else 0
-    for epoch in range(recipe.epochs):
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            functional.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
-            optimizer.step()
-            step += 1
-            decay = min(recipe.ema, (1 + step) / (10 + step))
-            for name, value in net.state_dict().items():
-                if value.is_floating_point():
-                    average[name] = decay * average[name] + (1 - decay) * value
-                else:
-                    average[name] = value.clone()
-    return average
-
-
 @pytest.mark.parametrize("is_pretrained", [False, True])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("xla 8", marks=pytest.mark.slow)])
 def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained: bool) -> None:
     samples, recipe = make_samples(), make_recipe(**AVERAGED, pretrained=is_pretrained)
-    expected = averaged_by_hand(samples, recipe)
+    expected = plain_loop(make_net(), samples, recipe).average
     net = make_net()
     net.load_state_dict(expected)
     x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3

@@ -10,13 +10,13 @@ from torch.multiprocessing.spawn import spawn
 from flatout.config import Recipe
 from flatout.config.jobs import builtin_jobs
 from flatout.models.build import build_model
+from tests.engine.plain_loop import plain_loop
 from tests.engine.test_against_plain_loop import (
     OPTIMIZERS,
     engine_weights,
     make_net,
     make_recipe,
     make_samples,
-    plain_loop,
 )
 from tests.engine.test_prefix import frozen_net
 from tests.engine.test_tape import CASES, CLASSES, Waits, job_net, job_recipe, net_recipe, norm_net, plain_net
@@ -37,7 +37,7 @@ def test_equals_the_plain_loop_on_the_cpu(name: str) -> None:
     section, make = OPTIMIZERS[name]
     changes = {f"optimizer.{key}": value for key, value in vars(section).items()}
     recipe, samples, net = make_recipe(**EXACT).override(changes), make_samples(), make_net()
-    expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
+    expected = plain_loop(net, samples, recipe, make(net.parameters())).state
     assert_close(expected, engine_weights(make_net(), samples, recipe, engine="cuda"))
 
 

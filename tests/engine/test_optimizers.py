@@ -23,6 +23,7 @@ from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import (
     SILENT,
@@ -31,7 +32,6 @@ from tests.engine.test_against_plain_loop import (
     make_net,
     make_recipe,
     make_samples,
-    plain_loop,
 )
 from tests.engine.test_tape import differences
 
@@ -55,7 +55,7 @@ DECAYED_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", DECAYED_OPTIMIZERS)
 def test_layers_learn_at_their_own_rates(name: str, engine: str) -> None:
     samples, recipe, net = make_samples(), make_recipe(**DECAYED, **{"optimizer.name": name}), make_net()
-    expected = plain_loop(net, samples, recipe, DECAYED_OPTIMIZERS[name](decayed_groups(net))).state_dict()
+    expected = plain_loop(net, samples, recipe, DECAYED_OPTIMIZERS[name](decayed_groups(net))).state
     assert_close(engine_weights(make_net(), samples, recipe, engine), expected)
 
 
@@ -101,7 +101,7 @@ def library_recipe(name: str, **keys: Any) -> Recipe:
 def test_classes_of_libraries_train_as_in_a_plain_loop(name: str) -> None:
     keys, make = LIBRARY[name]
     samples, net, recipe = make_samples(), make_net(), library_recipe(name, **keys)
-    expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
+    expected = plain_loop(net, samples, recipe, make(net.parameters())).state
     assert_close(engine_weights(make_net(), samples, recipe), expected)
 
 

@@ -16,8 +16,8 @@ from flatout.engine.base import Engine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
-from tests.engine import test_data_parallel as parallel
 from tests.engine.engines import XLA, make_engine
+from tests.engine.plain_loop import plain_loop
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
 
 State = dict[str, torch.Tensor]
@@ -255,14 +255,7 @@ def test_a_snapshot_keeps_what_later_steps_change() -> None:
 @pytest.mark.slow
 def test_statistics_of_each_device_alone() -> None:
     recipe = make_recipe(norm="per-device", epochs=1, **{"optimizer.lr": 0.05})
-    samples = make_samples(64)
-    net = make_net()
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-    batches = [b.samples[: b.count] for b in training_batches(recipe.seed, 0, 64, 16)]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    expected, _ = parallel.plain_loop(
-        net, x, torch.from_numpy(samples.labels), batches, optimizer, batch_size=16, shares=2
-    )
+    expected = plain_loop(make_net(), make_samples(64), recipe, shares=2).state
     found = trained(make_engine("xla 2", make_net(), recipe), recipe, 64)
     for name, value in expected.items():
         torch.testing.assert_close(
