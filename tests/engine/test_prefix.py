@@ -88,30 +88,19 @@ class Branching(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_cuts_only_where_one_value_carries_everything() -> None:
-    net = Branching()
-    freeze(net, "block.*,stem.*")
+@pytest.mark.parametrize(
+    ("drop", "patterns", "at"),
+    [(False, "block.*,stem.*", "mean"), (False, "stem.*", "stem"), (True, "block.*,stem.*", "stem")],
+)
+def test_cuts_only_where_one_value_carries_everything(drop: bool, patterns: str, at: str) -> None:
+    net = Branching(drop)
+    freeze(net, patterns)
     set_train_mode(net)
     cut = cut_frozen_prefix(net)
     assert cut is not None
+    assert cut.at.startswith(at)
     x = torch.randn(3, 1, 8, 8)
-    assert cut.at.startswith("mean")
-    assert torch.equal(net(x), cut.train_suffix(cut.prefix(x)))
-    partly = Branching()
-    freeze(partly, "stem.*")
-    set_train_mode(partly)
-    inner = cut_frozen_prefix(partly)
-    assert inner is not None
-    assert inner.at == "stem"
-
-
-def test_dropout_ends_the_prefix() -> None:
-    net = Branching(drop=True)
-    freeze(net, "block.*,stem.*")
-    set_train_mode(net)
-    cut = cut_frozen_prefix(net)
-    assert cut is not None
-    assert cut.at == "stem"
+    assert drop or torch.equal(net(x), cut.train_suffix(cut.prefix(x)))
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -166,14 +166,11 @@ def assert_equal_states(found: State, expected: State) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slices_train_as_a_plain_loop(three_ranks: list[Trained], name: str) -> None:
-    for steps in (SAVED_AT, STEPS):
-        assert_equal_states(three_ranks[0].states[name][steps], plain_loop(OPTIMIZERS[name][1], steps))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_of_three_ranks_goes_on_with_two(two_ranks: list[Trained], name: str) -> None:
-    assert_equal_states(two_ranks[0].states[name][STEPS], plain_loop(OPTIMIZERS[name][1], STEPS))
+def test_slices_train_as_a_plain_loop_and_go_on_with_fewer_ranks(
+    name: str, three_ranks: list[Trained], two_ranks: list[Trained]
+) -> None:
+    for ranks, steps in ((three_ranks, SAVED_AT), (three_ranks, STEPS), (two_ranks, STEPS)):
+        assert_equal_states(ranks[0].states[name][steps], plain_loop(OPTIMIZERS[name][1], steps))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

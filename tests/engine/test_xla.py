@@ -153,22 +153,6 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     assert engine.counts()[0].count == 70 - 16
 
 
-class FarDevice:
-    """A device of another host: JAX refuses questions about its memory."""
-
-    platform, device_kind, id, process_index = "tpu", "TPU", 7, 1
-
-    def memory_stats(self) -> Any:
-        raise RuntimeError("GetMemoryStats is only supported for addressable devices")
-
-
-class NearDevice(FarDevice):
-    id, process_index = 3, 0
-
-    def memory_stats(self) -> Any:
-        return {"bytes_limit": 100, "bytes_in_use": 40, "peak_bytes_in_use": 70}
-
-
 def test_training_starts_from_the_weights_of_rank_0() -> None:
     """Only that rank loads published weights."""
     from flatout.engine.xla.devices import find
@@ -184,33 +168,6 @@ def test_training_starts_from_the_weights_of_rank_0() -> None:
     engine.place(make_samples(70)).compile()
     state = engine.state()
     assert all(bool((t == 7).all()) for name, t in state.items() if name.startswith("model."))
-
-
-def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process looks at its own devices; images go to all devices only if they fit on every host."""
-    from flatout.engine.xla import batches as input
-    from flatout.engine.xla import engine
-
-    class Sharding:
-        def __init__(self, devices: Any, shard: str) -> None:
-            self.devices, self.size, self.local_devices, self.replicated = devices, len(devices), devices[:1], None
-
-        def put_state(self, arrays: Any, shardings: Any) -> Any:
-            return "on the devices"
-
-    class TwoHosts(World):
-        other = 0
-
-        def all_gather_object(self, value: Any) -> list[Any]:
-            return [value, self.other]
-
-    monkeypatch.setattr(engine, "MeshSharding", Sharding)
-    made = engine.XlaEngine(make_net(), make_recipe(), devices=[NearDevice(), FarDevice()])
-    assert made.peak_memory_bytes() == 70
-    assert made.device_names == ["tpu:3"]
-    world, sharding, samples = TwoHosts(), Sharding([NearDevice(), FarDevice()], "none"), make_samples(1, size=5)
-    for world.other, table in ((1000, "on the devices"), (10, None)):
-        assert input.place(samples, sharding, "auto", world)[1] == table  # pyright: ignore[reportArgumentType]
 
 
 def test_jax_settings_are_restored() -> None:

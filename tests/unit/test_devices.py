@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.engine import devices, factory
-from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of
+from flatout.engine.devices import engine_for, parse_devices, spec_of
 from flatout.engine.torch import accelerator, measure
 from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
@@ -58,11 +58,7 @@ def test_specs(spec: str, names: tuple[str, ...], host: Host) -> None:
     assert parsed.names == names
     assert parsed.is_accelerated == (names[0] != "cpu")
     assert parse_devices(str(parsed)) == parsed
-
-
-def test_spec_of_names() -> None:
     assert spec_of(["cuda:0"] * 2 + ["cuda:1"] * 2) == "4xcuda"
-    assert str(Devices(kind="cuda", indices=(0, 0))) == "cuda:0,0"
 
 
 @pytest.mark.parametrize(
@@ -117,14 +113,11 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host, monkeypatch: pytest.M
     host(tpu=8)
     monkeypatch.setattr(xla, "gpu_count", lambda: pytest.fail("JAX was started"))
     assert engine_for("auto", "auto") == "xla"
+    with pytest.raises(InputError, match="--engine tpu: known engines: auto, torch, xla"):
+        engine_for("tpu", "tpu")
     assert engine_for("cpu", "auto") == engine_for("auto", "torch") == "torch"
     assert str(parse_devices("auto", "xla")) == "8xtpu"
     assert str(parse_devices("4xtpu", "xla")) == "4xtpu"
-
-
-def test_an_unknown_engine() -> None:
-    with pytest.raises(InputError, match="--engine tpu: known engines: auto, torch, xla"):
-        engine_for("tpu", "tpu")
 
 
 # --- processes and threads --------------------------------------------------------------------------------------------
