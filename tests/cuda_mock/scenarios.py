@@ -21,7 +21,6 @@ from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.environment import launched
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
-from flatout.engine import optim
 from flatout.engine.torch import step
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
@@ -277,16 +276,6 @@ def recorded_numbers(names: list[str]) -> dict[str, Any]:
     nets = {"micro-batches": plain_net}
     found = {name: _compare(nets.get(name, norm_net), net_recipe(**EXACT | CASES[name])) for name in names}
     return found | {"dropout": _compare(plain_net, net_recipe(**EXACT))}
-
-
-def learning_rate_as_a_number() -> dict[str, Any]:
-    build = optim.build
-    recipe = net_recipe(**EXACT)
-    with mock.patch.object(optim, "build", lambda *args, capturable: build(*args, capturable=False)):
-        state, notes = _state(norm_net(), recipe)
-    with _eager():
-        expected, _ = _state(norm_net(), recipe)
-    return {"notes": notes, "different": _different(state, expected)}
 
 
 def failed_capture() -> dict[str, Any]:

@@ -195,10 +195,3 @@ def test_planted_defects_are_caught() -> None:
         assert one["start"][counted] > found["none"]["start"].get(counted, 0)
         with pytest.raises(AssertionError):
             check_recorded(one)
-
-
-@pytest.mark.slow
-def test_a_learning_rate_that_is_no_tensor_is_caught() -> None:
-    found = run("learning_rate_as_a_number")
-    assert found["notes"] == [RECORDED]
-    assert "model.0.weight" in found["different"]

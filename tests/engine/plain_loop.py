@@ -63,7 +63,8 @@ def plain_loop(
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
     net.train()
     for layer in net.modules():
-        if isinstance(layer, nn.BatchNorm2d) and recipe.norm == "frozen":
+        is_frozen = recipe.norm == "frozen" or not all(p.requires_grad for p in layer.parameters(recurse=False))
+        if isinstance(layer, nn.BatchNorm2d) and is_frozen:
             layer.eval()
     buffers = [{name: b.clone() for name, b in net.named_buffers()} for _ in range(shares)]
     size = recipe.batch_size

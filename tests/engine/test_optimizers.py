@@ -117,7 +117,7 @@ KINDS = ("torch:Adafactor", "torch:ASGD", "timm:lamb", "timm:muon")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     """Also after an epoch was undone: whatever an optimizer keeps is copied, numbers of Python included."""
-    has_momentum = "momentum" in inspect.signature(optim.of_library(Optimizer(name=name))).parameters
+    has_momentum = "momentum" in inspect.signature(optim.class_of(Optimizer(name=name))).parameters
     samples, recipe = make_samples(40), library_recipe(name, **({"momentum": 0.9} if has_momentum else {}))
 
     def engine_after(epochs: int, progress: Progress, engine: TorchEngine) -> TorchEngine:

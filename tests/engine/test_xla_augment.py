@@ -26,7 +26,7 @@ WHOLE = {"channels": 3, "data.mean": [0.0], "data.std": [1.0]}
 def augmented(recipe: Recipe, images: np.ndarray, tables: Any) -> Any:
     import jax
 
-    from flatout.engine.xla.augment import Augmentation
+    from flatout.engine.xla.functional import Augmentation
 
     return jax.jit(functools.partial(Augmentation(recipe), is_training=True))(images, tables)
 
@@ -75,7 +75,7 @@ def test_both_engines_interpolate_between_four_pixels(
     "changes", [{}, FLIP, CROP, UPRIGHT, COLORS], ids=["none", "flip", "crop", "upright", "colors"]
 )
 def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
-    from flatout.engine.xla.augment import mix
+    from flatout.engine.xla.functional import mix
 
     recipe = make_recipe(**changes, **{"data.stored_size": 15})
     images = np.random.default_rng(0).integers(0, 256, (64, 15, 15, 1), dtype=np.uint8)
@@ -108,7 +108,7 @@ def test_wide_images_of_16_bits_and_many_channels_equal_torchs(
 def test_programs_for_tpus_fetch_no_single_pixels(name: str) -> None:
     import jax
 
-    from flatout.engine.xla.augment import Augmentation
+    from flatout.engine.xla.functional import Augmentation
 
     recipe, images = make_recipe(**CHANGES[name]), np.zeros((4, 12, 12, 1), np.uint8)
     tables = augment.epoch_transforms(recipe, 0, len(images))

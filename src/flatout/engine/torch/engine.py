@@ -27,13 +27,16 @@ from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelera
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
-from flatout.engine.torch.gradients import COPIES_OF_WEIGHTS, BucketedAllReduce, Gradients, count_micro_batches
+from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
 from flatout.utils.errors import TrainingFailed, is_out_of_memory
+
+# Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
+COPIES_OF_WEIGHTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +153,13 @@ class TorchEngine:
 
     def _can_capture(self) -> bool:
         """Whether recipe and world permit capturing the step; the reason is reported otherwise."""
-        reason = ""
-        if not optim.can_capture(self.recipe.optimizer):
-            reason = f"{self.recipe.optimizer.name} cannot be recorded"
-        elif self._has_own_functions:
-            reason = "functions given in Python may not be recorded"
-        elif self.is_sharded:
-            reason = "a sharded model cannot be recorded"
-        elif self.world.backend == "gloo":
-            reason = "gloo adds up gradients on the host"
+        reasons = {
+            f"{self.recipe.optimizer.name} cannot be recorded": not optim.can_capture(self.recipe.optimizer),
+            "functions given in Python may not be recorded": self._has_own_functions,
+            "a sharded model cannot be recorded": self.is_sharded,
+            "gloo adds up gradients on the host": self.world.backend == "gloo",
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
         if reason:
             self._report(f"the step runs without a CUDA graph: {reason}")
         return not reason
@@ -180,9 +181,8 @@ class TorchEngine:
 
     def place(self, samples: Split) -> TorchDataset:
         self._release_graph()
-        placement = self.recipe.data.placement
-        here = self.world.local_size
-        return TorchDataset(self, place(samples, self.task, self.accelerator, placement, ranks_here=here))
+        wanted, here = self.recipe.data.placement, self.world.local_size
+        return TorchDataset(self, place(samples, self.task, self.accelerator, wanted, ranks_here=here))
 
     def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
         began = self.world.seconds
@@ -279,7 +279,7 @@ class TorchEngine:
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Choose the micro-batches before the first step.
+        """Choose the micro-batches before the first step: as few as fit.
 
         Raises:
             TrainingFailed: not even the smallest micro-batch fits.
@@ -291,23 +291,35 @@ class TorchEngine:
         elif not wanted and not self.accelerator.raises_out_of_memory:
             self._micro_batches = 1
         else:
-
-            def trial(samples: int) -> None:
-                self._try(source, inputs.micro_batch(0, -(-share // samples)))
-
-            count = count_micro_batches(trial, share, wanted, self.world, self.accelerator)
+            fitting = self._fitting(source, inputs, min(wanted or share, share))
+            # The rank with the least memory determines the number.
+            counts = self.world.all_gather_object(math.ceil(share / fitting) if fitting else 0)
             needs_whole = self._batch_norm.was_used and not wanted
-            if count == 0 or (needs_whole and count > 1):
+            if not min(counts) or (needs_whole and max(counts) > 1):
                 whole = f"the {share} samples of a device, which batch normalisation needs together"
                 raise TrainingFailed(
                     f"out of memory: no room for {whole if needs_whole else 'one sample'}; "
                     "use more devices, a smaller batch_size or image_size, or shard = 'full'"
                 )
-            self._micro_batches = count
+            self._micro_batches = max(counts)
         self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
         if self._micro_batches > 1:
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
+
+    def _fitting(self, source: DeviceImages, inputs: DeviceBatch, samples: int) -> int:
+        """Return the size of the largest micro-batch that fits, at most `samples`; 0 if not even one sample does."""
+        while samples:
+            try:
+                self._try(source, inputs.micro_batch(0, -(-len(inputs.batch.samples) // samples)))
+                return samples
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                error.__traceback__ = None
+            samples = 0 if samples == 1 else math.ceil(samples / 2)
+            self.accelerator.empty_cache()
+        return 0
 
     def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Compute a micro-batch without the other ranks, and undo its effects."""

@@ -1,21 +1,15 @@
-"""Gradients: summed over the ranks and accumulated over micro-batches. For sharded models see `fsdp`."""
+"""Gradients: accumulated over micro-batches and summed over the ranks. For sharded models see `fsdp`."""
 
-import math
 import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
-from flatout.engine.torch.accelerator import Accelerator
-from flatout.utils.errors import is_out_of_memory
 
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16
-# Memory reserved during a trial, in copies of the weights: two for Adam, one for the all-reduce.
-COPIES_OF_WEIGHTS = 3
 
 
 class Gradients:
@@ -162,29 +156,3 @@ def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]
         chosen = [i for i, part in enumerate(parts) if part.dtype == dtype]
         buckets |= dict(zip(chosen, world.buckets([sizes[i] for i in chosen], dtype), strict=True))
     return [buckets[i] for i in range(len(parts))]
-
-
-def count_micro_batches(
-    trial: Callable[[int], None], share: int, wanted: int, world: World, accelerator: Accelerator
-) -> int:
-    """Return the number of micro-batches: as few as fit; 0 if not even one sample fits.
-
-    Args:
-        trial: computes a micro-batch of a given size.
-        share: samples of this rank in a batch.
-        wanted: the recipe's `micro_batch`; 0 for the most samples that fit.
-        world: the ranks; the one with the least memory determines the number.
-    """
-    samples = min(wanted or share, share)
-    while samples:
-        try:
-            trial(samples)
-            break
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            error.__traceback__ = None
-            samples = 0 if samples == 1 else math.ceil(samples / 2)
-        accelerator.empty_cache()
-    needed = world.all_gather_object(math.ceil(share / samples) if samples else 0)
-    return max(needed) if min(needed) else 0

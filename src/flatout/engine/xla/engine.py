@@ -23,9 +23,9 @@ from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
 from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.xla import optim
 from flatout.engine.xla.batches import HostBatches, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
+from flatout.engine.xla.functional import from_torch, to_torch
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import (
     Average,
@@ -273,7 +273,7 @@ class XlaEngine:
                 found[f"{prefix}.{name}"] = value.to(tensor.dtype)
         if state.average is not None:
             found["ema_steps"] = torch.from_numpy(np.array(state.average.steps))
-        for name, value in ({} if state.optimizer is None else optim.to_torch(state.optimizer)).items():
+        for name, value in ({} if state.optimizer is None else to_torch(state.optimizer)).items():
             found[f"optimizer.{name}"] = torch.from_numpy(np.array(value))
         return found
 
@@ -295,7 +295,7 @@ class XlaEngine:
             parts: list[Any] = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
             fresh = fresh._replace(average=Average(to_array(state["ema_steps"]), *parts))
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
-        self._put_state(fresh._replace(optimizer=optim.from_torch(fresh.optimizer, kept)))
+        self._put_state(fresh._replace(optimizer=from_torch(fresh.optimizer, kept)))
 
     def _put_state(self, state: State) -> None:
         self._state = self.sharding.put_state(state, self.sharding.of_state(state))

@@ -19,10 +19,8 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.engine import augment, pixels
-from flatout.engine.xla import optim
-from flatout.engine.xla.augment import Augmentation, mix
-from flatout.engine.xla.function import Function, SampleMask
-from flatout.engine.xla.keras import KerasFunction
+from flatout.engine.xla.function import Function, KerasFunction, SampleMask
+from flatout.engine.xla.functional import Augmentation, build_optimizer, mix
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
@@ -124,7 +122,7 @@ class Program:
         self.task, self._target_shape = task_of(recipe), target_shape
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
-        self._optimizer = optim.build(recipe.optimizer)
+        self._optimizer = build_optimizer(recipe.optimizer)
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
         self._networks: dict[tuple[int, ...], _Network] = {}
