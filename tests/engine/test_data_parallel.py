@@ -82,7 +82,6 @@ CASES = {
     "norm per device": Case(recipe={"norm": "per-device"}, in_shares=True),
     "frozen stem": Case(net=FrozenStem),
     "flat frozen stem": Case(net=FlatFrozenStem),
-    "frozen stem from the disk": Case(net=FrozenStem, recipe={"data.placement": "disk"}),
     "spare parts": Case(net=SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
     "parts used by some ranks": Case(net=Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
     "shared layers": Case(net=Shared),

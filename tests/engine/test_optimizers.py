@@ -172,13 +172,6 @@ def test_what_cannot_train_is_named_before_the_data_is_read(name: str, tmp_path:
         flatout.fit(data=tmp_path / "images", job=recipe, out=tmp_path / "run", quiet=True)
 
 
-def test_a_class_that_refuses_the_model_is_named() -> None:
-    with pytest.raises(InputError, match=r"optimizer.name = 'torch:Muon': Muon only supports 2D parameters"):
-        TorchEngine(make_net(), library_recipe("torch:Muon"))
-    with pytest.raises(InputError, match=r"optimizer.name = 'timm:sgd': Nesterov momentum requires a momentum"):
-        TorchEngine(make_net(), library_recipe("timm:sgd"))
-
-
 def test_xla_has_none_of_them() -> None:
     message = "is not available with --engine xla; use sgd, momentum, adagrad, adam, adamw, or --engine torch"
     with pytest.raises(InputError, match=re.escape(message)):
