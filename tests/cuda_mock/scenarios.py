@@ -21,7 +21,6 @@ from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.environment import launched
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
-from flatout.engine import optim
 from flatout.engine.torch import step
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
@@ -207,27 +206,6 @@ def planted() -> dict[str, Any]:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def evaluation() -> dict[str, Any]:
-    """Return what an evaluation of three batches does, and its result beside that of the CPU."""
-    recipe = net_recipe(**EXACT)
-    samples = make_samples(3 * BATCH, classes=CLASSES)
-    found: dict[str, Any] = {}
-    for name, where, kernels in (("gpu", GPU, Kernels()), ("cpu", torch.device("cpu"), contextlib.nullcontext())):
-        with kernels:
-            engine = TorchEngine(norm_net(), recipe, world=World(device=where))
-            split = engine.place(samples)
-            split.evaluate()
-            device.reset_counters()
-            evaluated = split.evaluate(with_probabilities=True)
-            found[name] = {
-                "counters": device.counters(),
-                "loss": evaluated.loss_sum,
-                "probabilities": np.asarray(evaluated.probabilities).tolist(),
-            }
-            engine.close()
-    return found
-
-
 def recorded_evaluation() -> dict[str, Any]:
     """Return what the third evaluation during training does, and its metrics beside those of the CPU."""
     recipe, samples = net_recipe(**EXACT), make_samples(3 * BATCH + 3, classes=CLASSES)
@@ -298,16 +276,6 @@ def recorded_numbers(names: list[str]) -> dict[str, Any]:
     nets = {"micro-batches": plain_net}
     found = {name: _compare(nets.get(name, norm_net), net_recipe(**EXACT | CASES[name])) for name in names}
     return found | {"dropout": _compare(plain_net, net_recipe(**EXACT))}
-
-
-def learning_rate_as_a_number() -> dict[str, Any]:
-    build = optim.build
-    recipe = net_recipe(**EXACT)
-    with mock.patch.object(optim, "build", lambda *args, capturable: build(*args, capturable=False)):
-        state, notes = _state(norm_net(), recipe)
-    with _eager():
-        expected, _ = _state(norm_net(), recipe)
-    return {"notes": notes, "different": _different(state, expected)}
 
 
 def failed_capture() -> dict[str, Any]:

@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
-from flatout.config import Recipe
-from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
-from flatout.engine import augment
 from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
 
@@ -31,43 +28,11 @@ MIXED = {
 }
 
 
-def plain_loop(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Train as anybody would by hand, on the same draws; images, partners and labels of the whole epoch at once."""
-    net = make_net().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    labels = torch.from_numpy(samples.labels)
-    for epoch in range(recipe.epochs):
-        tables = augment.epoch_transforms(recipe, epoch, len(samples))
-        assert tables is not None
-        rows = {name: torch.from_numpy(table) for name, table in tables.items()}
-        x = augment.apply(torch.from_numpy(samples.images), rows, 1 / (255 * std), -mean / std)
-        partner = rows["partner"].long()
-        shares, boxes = rows["mix"][:, 0], rows["mix"][:, 1:5]
-        mixed = x.clone()
-        for i in range(len(x)):
-            mixed[i] = (1 - shares[i]) * x[i] + shares[i] * x[partner[i]]
-            height, width = x.shape[2:]
-            # A pixel belongs to a box if its centre does.
-            top, left, bottom, right = (boxes[i] * torch.tensor([height, width, height, width]) - 0.5).ceil().int()
-            mixed[i, :, top:bottom, left:right] = x[partner[i], :, top:bottom, left:right]
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            logits, share = net(mixed[chosen]), rows["mix"][chosen, 5]
-            own, other = (
-                functional.cross_entropy(logits, y[chosen], reduction="none", label_smoothing=recipe.label_smoothing)
-                for y in (labels, labels[partner])
-            )
-            ((1 - share) * own + share * other).mean().backward()
-            optimizer.step()
-    return net.state_dict()
-
-
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])
 def test_equals_a_plain_loop(engine: str) -> None:
     samples, recipe = make_samples(), make_recipe(**MIXED)
-    expected, found = plain_loop(samples, recipe), engine_weights(make_net(), samples, recipe, engine)
+    expected = plain_loop(make_net(), samples, recipe).state
+    found = engine_weights(make_net(), samples, recipe, engine)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -109,57 +74,16 @@ def test_images_are_resampled_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(first, second) for first, second in zip(*seen, strict=True))
 
 
-def trained(world: World) -> dict[str, np.ndarray]:
-    recipe = make_recipe(**MIXED)
-    engine = TorchEngine(make_net(), recipe, world=world)
-    run_loop(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
-    state = {name: value.numpy() for name, value in engine.state().items()}
-    engine.close()
-    return state
-
-
-@pytest.mark.slow
-def test_ranks_mix_the_images_of_one_process() -> None:
-    """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
-    (alone,), (together, _) = on_ranks(1, trained), on_ranks(2, trained)
-    for name, value in alone.items():
-        np.testing.assert_allclose(together[name], value, rtol=1e-3, atol=2e-5)
-
-
 # --- averaged weights, limited gradients ------------------------------------------------------------------------------
 
 AVERAGED = {"ema": 0.7, "clip_norm": 0.5, "optimizer.lr": 0.5}
-
-
-def averaged_by_hand(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
-    net = make_net().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-    y = torch.from_numpy(samples.labels)
-    average = {name: value.clone() for name, value in net.state_dict().items()}
-    step = 1000 if recipe.pretrained else 0
-    for epoch in range(recipe.epochs):
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            functional.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
-            optimizer.step()
-            step += 1
-            decay = min(recipe.ema, (1 + step) / (10 + step))
-            for name, value in net.state_dict().items():
-                if value.is_floating_point():
-                    average[name] = decay * average[name] + (1 - decay) * value
-                else:
-                    average[name] = value.clone()
-    return average
 
 
 @pytest.mark.parametrize("is_pretrained", [False, True])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("xla 8", marks=pytest.mark.slow)])
 def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained: bool) -> None:
     samples, recipe = make_samples(), make_recipe(**AVERAGED, pretrained=is_pretrained)
-    expected = averaged_by_hand(samples, recipe)
+    expected = plain_loop(make_net(), samples, recipe).average
     net = make_net()
     net.load_state_dict(expected)
     x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
@@ -189,7 +113,7 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
 
 
 def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
-    recipe = make_recipe(**AVERAGED, shard=shard)
+    recipe = make_recipe(**{**MIXED, **AVERAGED}, shard=shard)
     engine = TorchEngine(make_net(), recipe, world=world)
     placed = engine.place(make_samples())
     run_loop(engine, world, recipe, {"train": placed}, Progress(), SILENT)
@@ -200,18 +124,8 @@ def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_ranks_average_alike(shard: str) -> None:
+def test_ranks_mix_and_average_alike(shard: str) -> None:
+    """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
     (alone,), (together, _) = on_ranks(1, averaged, "none"), on_ranks(2, averaged, shard)
     for name, value in alone.items():
         np.testing.assert_allclose(together[name], value, rtol=2e-3, atol=5e-5, err_msg=name)
-
-
-def test_pixels_are_found_as_by_torch() -> None:
-    maps = torch.tensor([[[0.9, 0.2, 0.1], [-0.2, 1.1, -0.3]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
-    images = torch.randint(0, 256, (2, 20, 33, 3), dtype=torch.uint8)
-    found = augment.apply(images, {"affine": maps}, torch.ones(3), torch.zeros(3), (15, 31))
-    grid = functional.affine_grid(maps, [2, 3, 15, 31], align_corners=False)
-    expected = functional.grid_sample(
-        images.permute(0, 3, 1, 2).float(), grid, padding_mode="border", align_corners=False
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)

@@ -16,8 +16,9 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils import random
+from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples, plain_loop
+from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
 
 BLOCKS = {"data.order": "blocks", "data.placement": "disk", "optimizer.lr": 0.05}
 
@@ -41,8 +42,7 @@ def mapped_samples(file: Path) -> Split:
 
 
 def expected(samples: Split) -> dict[str, torch.Tensor]:
-    recipe, net = make_recipe(**BLOCKS), make_net()
-    return plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
+    return plain_loop(make_net(), samples, make_recipe(**BLOCKS)).state
 
 
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])

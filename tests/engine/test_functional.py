@@ -185,14 +185,6 @@ def test_shared_weights_have_one_gradient() -> None:
         assert_close(found[1][key], value, key)
 
 
-def test_bfloat16_products() -> None:
-    torch.manual_seed(0)
-    module, x = nn.Linear(64, 8), torch.randn(4, 64)
-    y, _, _ = run(Function(module, (x,), name="net", precision="bf16"), module, x)
-    assert y.dtype == jnp.bfloat16
-    assert 1e-5 < float(np.abs(np.asarray(y, np.float32) - module(x).detach().numpy()).max()) < 0.05
-
-
 class Holds(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

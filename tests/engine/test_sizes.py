@@ -1,6 +1,5 @@
 """Images of several sizes in one run, on both engines, against loops written by hand."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import flatout
-from flatout.config import Recipe
-from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.weights import read_weights
@@ -20,6 +16,7 @@ from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
 
 LARGER = {"data.eval_size": 16, "optimizer.lr": 0.05}
@@ -33,31 +30,14 @@ def pooled_net() -> nn.Module:
     )
 
 
-def pixels_of(samples: Split) -> torch.Tensor:
-    return (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-
-
-def trained_by_hand(images: Sequence[torch.Tensor], samples: Split, recipe: Recipe) -> nn.Module:
-    """Train on images [N, C, H, W] of each epoch."""
-    net, labels = pooled_net().train(), torch.from_numpy(samples.labels)
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    for epoch, x in enumerate(images):
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            functional.cross_entropy(net(x[chosen]), labels[chosen]).backward()
-            optimizer.step()
-    return net.eval()
-
-
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])
 def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     samples, recipe = make_samples(size=16), make_recipe(**LARGER)
     assert recipe.stored_sides == (16, 16)
-    x = pixels_of(samples)
-    net = trained_by_hand([x[:, :, 2:14, 2:14]] * recipe.epochs, samples, recipe)
+    x, net = normalised(samples, recipe), pooled_net()
+    plain_loop(net, samples, recipe, inputs=lambda: x[:, :, 2:14, 2:14])
     with torch.no_grad():
-        expected = net(x).softmax(1)
+        expected = net.eval()(x).softmax(1)
     made = make_engine(engine, pooled_net(), recipe)
     placed = made.place(samples)
     placed.compile()
@@ -117,9 +97,3 @@ def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Pat
     message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
     with pytest.raises(InputError, match=message):
         flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **{**KEYS, "image_size": size})
-
-
-def test_images_are_not_stored_smaller_than_they_are_shown() -> None:
-    message = "data.stored_size = 14: must be at least 16, the largest of image_size and data.eval_size, or 0 for that"
-    with pytest.raises(InputError, match=message):
-        make_recipe(**LARGER, **{"data.stored_size": 14})

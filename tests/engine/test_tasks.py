@@ -6,17 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.data.batches import Split, training_batches
+from flatout.data.batches import Split
 from flatout.distributed.world import World
-from flatout.engine.augment import epoch_transforms
 from flatout.engine.torch.engine import TorchEngine
 from flatout.tasks import task_of
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_net, make_recipe, make_samples
 
@@ -45,36 +44,6 @@ def samples_of(recipe: Recipe, count: int = 70) -> Split:
 
 def net_of(recipe: Recipe) -> torch.nn.Module:
     return make_net(classes=1 if recipe.task == "regression" else 5)
-
-
-def plain_weights(recipe: Recipe, samples: Split) -> dict[str, torch.Tensor]:
-    """Train as anybody would by hand."""
-    net = net_of(recipe).train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-    y, s = torch.from_numpy(samples.labels).float(), recipe.label_smoothing
-    weights = (len(y) - y.sum(0)) / y.sum(0) if recipe.class_weights == "balanced" else None
-    if recipe.task == "regression":
-        y = ((y - LABEL_MEAN) / LABEL_STD)[:, None]
-    for epoch in range(recipe.epochs):
-        tables = epoch_transforms(recipe, epoch, len(samples)) or {}
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            images, target = x[chosen], y[chosen] * (1 - s) + s / 2
-            if tables:
-                partners = torch.from_numpy(tables["partner"].astype(np.int64))[chosen]
-                share = torch.from_numpy(tables["mix"])[chosen][:, 5]
-                images = torch.lerp(images, x[partners], share[:, None, None, None])
-                target = torch.lerp(target, y[partners] * (1 - s) + s / 2, share[:, None])
-            optimizer.zero_grad()
-            logits = net(images)
-            if recipe.task == "multi-label":
-                loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weights)
-            else:
-                loss = {"mse": functional.mse_loss, "huber": functional.huber_loss}[recipe.loss](logits, target)
-            loss.backward()
-            optimizer.step()
-    return dict(net.state_dict())
 
 
 def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dict[str, Any]:
@@ -108,12 +77,10 @@ COMPILED = [pytest.param("xla 8", name, marks=[pytest.mark.slow] * (name not in 
 def test_equals_a_plain_loop(engine: str, case: str) -> None:
     recipe = make_recipe(**CASES[case])
     found, samples = trained(World(), CASES[case], engine), samples_of(recipe)
-    expected = plain_weights(recipe, samples)
-    assert_close(found["weights"], expected)
     net = net_of(recipe)
-    net.load_state_dict(expected)
+    assert_close(found["weights"], plain_loop(net, samples, recipe).state)
     with torch.no_grad():
-        logits = net.eval()((torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3)
+        logits = net.eval()(normalised(samples, recipe))
     if recipe.task == "regression":
         np.testing.assert_allclose(found["predicted"], logits[:, 0] * LABEL_STD + LABEL_MEAN, atol=2e-2)
         assert found["metrics"]["mae"] == pytest.approx(np.abs(found["predicted"] - samples.labels).mean(), rel=1e-5)

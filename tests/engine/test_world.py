@@ -128,15 +128,6 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
         assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
 
 
-def test_one_rank_alone_keeps_what_it_has() -> None:
-    world, tensor = World(), torch.ones(3)
-    assert world.all_reduce(tensor) is tensor
-    assert world.all_gather_object(1) == [1]
-    assert world.broadcast_object(2) == 2
-    assert torch.equal(world.all_gather(tensor), tensor[None])
-    assert world.is_main
-
-
 def part(world: World, how: str) -> str:
     """Rank 1 leaves while the others wait for it; return what they are told."""
     bucket = world.buckets([10], torch.float32)[0]

@@ -1,7 +1,6 @@
 """What only the XLA engine does: parts of a batch, slices of a state, many steps in one program, its compilations."""
 
 import copy
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from flatout.engine.base import Engine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
-from tests.engine import test_data_parallel as parallel
 from tests.engine.engines import XLA, make_engine
+from tests.engine.plain_loop import plain_loop
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
 
 State = dict[str, torch.Tensor]
@@ -154,34 +153,6 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     assert engine.counts()[0].count == 70 - 16
 
 
-def test_images_in_flight_are_bounded_by_bytes() -> None:
-    from flatout.engine.xla.batches import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
-
-    assert dispatch_limits(0, 16) == dispatch_limits(1000, 16) == (16, RUN_AHEAD), "small images change nothing"
-    photos = 128 * 224 * 224 * 3
-    for batch_bytes in (photos, 10 * photos, 100 * photos):
-        steps, run_ahead = dispatch_limits(batch_bytes, 16)
-        assert steps * run_ahead * batch_bytes <= max(IN_FLIGHT_BYTES, 2 * batch_bytes)
-        assert steps >= 1
-        assert run_ahead >= 2, "one is copied while another one computes"
-
-
-class FarDevice:
-    """A device of another host: JAX refuses questions about its memory."""
-
-    platform, device_kind, id, process_index = "tpu", "TPU", 7, 1
-
-    def memory_stats(self) -> Any:
-        raise RuntimeError("GetMemoryStats is only supported for addressable devices")
-
-
-class NearDevice(FarDevice):
-    id, process_index = 3, 0
-
-    def memory_stats(self) -> Any:
-        return {"bytes_limit": 100, "bytes_in_use": 40, "peak_bytes_in_use": 70}
-
-
 def test_training_starts_from_the_weights_of_rank_0() -> None:
     """Only that rank loads published weights."""
     from flatout.engine.xla.devices import find
@@ -197,33 +168,6 @@ def test_training_starts_from_the_weights_of_rank_0() -> None:
     engine.place(make_samples(70)).compile()
     state = engine.state()
     assert all(bool((t == 7).all()) for name, t in state.items() if name.startswith("model."))
-
-
-def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process looks at its own devices; images go to all devices only if they fit on every host."""
-    from flatout.engine.xla import batches as input
-    from flatout.engine.xla import engine
-
-    class Sharding:
-        def __init__(self, devices: Any, shard: str) -> None:
-            self.devices, self.size, self.local_devices, self.replicated = devices, len(devices), devices[:1], None
-
-        def put_state(self, arrays: Any, shardings: Any) -> Any:
-            return "on the devices"
-
-    class TwoHosts(World):
-        other = 0
-
-        def all_gather_object(self, value: Any) -> list[Any]:
-            return [value, self.other]
-
-    monkeypatch.setattr(engine, "MeshSharding", Sharding)
-    made = engine.XlaEngine(make_net(), make_recipe(), devices=[NearDevice(), FarDevice()])
-    assert made.peak_memory_bytes() == 70
-    assert made.device_names == ["tpu:3"]
-    world, sharding, samples = TwoHosts(), Sharding([NearDevice(), FarDevice()], "none"), make_samples(1, size=5)
-    for world.other, table in ((1000, "on the devices"), (10, None)):
-        assert input.place(samples, sharding, "auto", world)[1] == table  # pyright: ignore[reportArgumentType]
 
 
 def test_jax_settings_are_restored() -> None:
@@ -265,31 +209,10 @@ def test_a_snapshot_keeps_what_later_steps_change() -> None:
     assert_same(engine.state(), first, 0, 0)
 
 
-def test_the_coordinators_port_is_held_until_jax_listens() -> None:
-    from flatout.engine.xla.devices import _reserved_port
-
-    with _reserved_port("127.0.0.1") as port:
-        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-            thief.bind(("127.0.0.1", port))
-        with socket.socket() as coordinator:
-            # As gRPC does.
-            coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            coordinator.bind(("127.0.0.1", port))
-            coordinator.listen()
-            socket.create_connection(("127.0.0.1", port)).close()
-
-
 @pytest.mark.slow
 def test_statistics_of_each_device_alone() -> None:
     recipe = make_recipe(norm="per-device", epochs=1, **{"optimizer.lr": 0.05})
-    samples = make_samples(64)
-    net = make_net()
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-    batches = [b.samples[: b.count] for b in training_batches(recipe.seed, 0, 64, 16)]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    expected, _ = parallel.plain_loop(
-        net, x, torch.from_numpy(samples.labels), batches, optimizer, batch_size=16, shares=2
-    )
+    expected = plain_loop(make_net(), make_samples(64), recipe, shares=2).state
     found = trained(make_engine("xla 2", make_net(), recipe), recipe, 64)
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -334,17 +257,6 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed() -> None:
         assert len(set(losses)) == 3
         runs.append(losses)
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_frozen_weights_stay() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 5))
-    net[1].requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    recipe = make_recipe(**{"optimizer.weight_decay": 0.1, "optimizer.lr": 0.1})
-    state = trained(make_engine("xla 2", net, recipe), recipe)
-    assert torch.equal(state["model.1.weight"], before["1.weight"])
-    assert not any(name.startswith("optimizer.1.") for name in state)
-    assert not torch.equal(state["model.3.weight"], before["3.weight"])
 
 
 def test_a_loss_that_is_not_finite_names_its_step() -> None:

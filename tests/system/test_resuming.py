@@ -76,7 +76,7 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
     assert summary(run)["world_size"] == 2
     speeds[2] = 10.0
     assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    assert "--devices auto: 2 processes, as in the run that is resumed" in summary(run)["notes"]
+    assert "--devices auto: 2xcpu, as in the run that is resumed" in summary(run)["notes"]
     assert main(command(data, whole, *AUTO, "--epochs", "2", "--devices", "2xcpu")) == 0
     assert_same(whole, run)
 
@@ -87,7 +87,7 @@ def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: 
     assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
     speeds[2] = 0.1
     assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    assert "--devices auto: 1 process, as in the run that is resumed" in summary(run)["notes"]
+    assert "--devices auto: cpu, as in the run that is resumed" in summary(run)["notes"]
     # As a machine with more cores would have left it.
     (run / "logs" / "devices").write_text("3xcpu")
     speeds[2] = 10.0

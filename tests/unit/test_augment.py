@@ -1,7 +1,4 @@
-"""Augmentation: the geometry against exact operations, and independence of how batches are cut.
-
-`test_augment_shapes` has images that are no squares.
-"""
+"""Augmentation: the geometry against exact operations, and independence of how batches are cut."""
 
 import itertools
 from collections.abc import Callable
@@ -14,26 +11,22 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from flatout.config import Augment, Data, Recipe
 from flatout.engine import augment, pixels
+from flatout.utils.random import Stream, uniform
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
 
 
-def recipe(settings: Augment, image_size: int = 16, stored_size: int = 0) -> Recipe:
+Size = int | tuple[int, int]
+
+
+def recipe(settings: Augment, image_size: Size = 16, stored_size: Size = 0) -> Recipe:
     data = Data(stored_size=stored_size)
     return Recipe(model="any", image_size=image_size, epochs=1, batch_size=1, augment=settings, data=data)
 
 
-def pictures(count: int = 6, size: int = 16) -> torch.Tensor:
-    rng = np.random.default_rng(0)
-    return torch.from_numpy(rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8))
-
-
-def transformed(images: torch.Tensor, draws: dict[int, float], flip: bool = False, **settings: float) -> torch.Tensor:
-    table = np.full((len(images), augment.DRAWS), 0.5)
-    for column, value in draws.items():
-        table[:, column] = value
-    maps = augment.affine_maps(Augment(**settings), table, np.full(len(images), flip))  # type: ignore[arg-type]
-    return augment.apply(images, {"affine": torch.from_numpy(maps).float()}, ONE, ZERO)
+def pictures(count: int = 6, size: Size = 16) -> torch.Tensor:
+    sides = (size, size) if isinstance(size, int) else size
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, *sides, 3), dtype=np.uint8))
 
 
 def plain(images: torch.Tensor) -> torch.Tensor:
@@ -56,17 +49,6 @@ def test_mirror_alone_is_exact() -> None:
         assert torch.equal(found[i], plain(images)[i].flip(2) if flag else plain(images)[i])
 
 
-def test_middle_draws_change_nothing() -> None:
-    found = transformed(pictures(), {}, shear=0.3, zoom=0.3, rotate=30.0, shift=0.3)
-    torch.testing.assert_close(found, plain(pictures()), atol=1e-3, rtol=1e-5)
-
-
-def test_mirror_as_a_map() -> None:
-    torch.testing.assert_close(
-        transformed(pictures(), {}, flip=True, zoom=0.1), plain(pictures()).flip(3), atol=1e-3, rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize("flip", [False, True])
 def test_shifts_alone_move_by_whole_pixels(flip: bool) -> None:
     images = pictures(64)
@@ -83,29 +65,6 @@ def test_shifts_alone_move_by_whole_pixels(flip: bool) -> None:
         else:
             pytest.fail("no whole number of pixels")
     assert len(seen) > 20, "25 are as likely"
-
-
-def test_shift_by_whole_pixels_repeats_the_edge() -> None:
-    found = transformed(pictures(), {augment.SHIFT_X: 1.0}, shift=4 / 16)
-    original = plain(pictures())
-    torch.testing.assert_close(found[..., :-4], original[..., 4:], atol=1e-2, rtol=1e-4)
-    torch.testing.assert_close(found[..., -4:], original[..., -1:].expand(-1, -1, -1, 4), atol=1e-2, rtol=1e-4)
-
-
-def test_zoom_reads_a_smaller_part() -> None:
-    gradient = torch.arange(16, dtype=torch.uint8)[None, None, :, None].expand(1, 16, 16, 3).contiguous()
-    found = transformed(gradient, {augment.ZOOM_X: 0.0, augment.ZOOM_Y: 0.0}, zoom=0.5)[0, 0, 0]
-    spread = float(found.max() - found.min())
-    assert 7 < spread < 8
-
-
-def test_crops_stay_inside_and_keep_the_area() -> None:
-    draws = np.random.default_rng(0).random((5000, augment.DRAWS))
-    width, height, x, y = augment.crop_boxes(0.25, draws)
-    assert (np.abs(x) + width <= 1 + 1e-12).all()
-    assert (np.abs(y) + height <= 1 + 1e-12).all()
-    assert 0.2 < (width * height).min() < 0.26
-    assert (width * height).max() <= 1
 
 
 def test_rows_belong_to_samples_and_epochs_differ() -> None:
@@ -148,13 +107,6 @@ def rows_of(settings: Augment, count: int, epoch: int = 0) -> dict[str, torch.Te
     tables = augment.epoch_transforms(recipe(settings), epoch, count)
     assert tables is not None
     return {name: torch.from_numpy(table) for name, table in tables.items()}
-
-
-def test_what_existed_before_is_drawn_as_before() -> None:
-    """Other ingredients have draws of their own."""
-    before = rows_of(Augment(flip=True, crop=0.3), 50)
-    after = rows_of(Augment(flip=True, crop=0.3, color_jitter=0.4, erase=0.5, mixup=0.2), 50)
-    assert torch.equal(before["affine"], after["affine"])
 
 
 # --- colours: Pillow is the oracle, which rounds to whole numbers after each operation --------------------------------
@@ -203,10 +155,6 @@ def test_equalised_histograms_are_exactly_those_of_torchvision_and_pillow(size: 
     assert (found == theirs).all()
     for image, ours in zip(images.numpy(), found, strict=True):
         assert (ours == np.asarray(ImageOps.equalize(Image.fromarray(image)))).all()
-
-
-def test_neutral_factors_change_nothing() -> None:
-    torch.testing.assert_close(torch.from_numpy(recolored(pictures())), pictures().float(), atol=1e-3, rtol=0)
 
 
 def test_color_jitter_stays_within_its_bounds() -> None:
@@ -306,3 +254,78 @@ def test_tables_do_not_depend_on_the_samples_at_once(monkeypatch: pytest.MonkeyP
     parts = augment.epoch_transforms(recipe(settings), 1, 50) or {}
     assert whole.keys() == parts.keys() == {"affine", "color", "erase", "mix", "partner"}
     assert all((whole[name] == parts[name]).all() for name in whole)
+
+
+# --- images that are no squares: angles and aspect ratios are those of pixels -----------------------------------------
+
+WIDE = (96, 160)
+
+
+def by_hand(image_HWC: np.ndarray, height: int, width: int, source: Callable[[float, float], tuple[float, float]]):
+    """Return the image whose pixel at (x, y) from the centre is that at source(x, y), bilinear, edges repeated."""
+    rows, columns = image_HWC.shape[:2]
+    found = np.empty((height, width, image_HWC.shape[2]))
+    for i in range(height):
+        for j in range(width):
+            x, y = source(j + 0.5 - width / 2, i + 0.5 - height / 2)
+            x = float(np.clip(x + columns / 2 - 0.5, 0, columns - 1))
+            y = float(np.clip(y + rows / 2 - 0.5, 0, rows - 1))
+            a, b = min(int(y), rows - 2), min(int(x), columns - 2)
+            top, bottom = image_HWC[a, b : b + 2], image_HWC[a + 1, b : b + 2]
+            across = x - b
+            upper, lower = top[0] * (1 - across) + top[1] * across, bottom[0] * (1 - across) + bottom[1] * across
+            found[i, j] = upper * (1 - (y - a)) + lower * (y - a)
+    return found
+
+
+@pytest.mark.parametrize("stored", [WIDE, (120, 180)])
+def test_a_rotation_of_a_wide_image_is_one_of_pixels(stored: tuple[int, int]) -> None:
+    images, wanted = pictures(2, stored), recipe(Augment(rotate=40.0, shear=0.3), WIDE, stored)
+    table = augment.epoch_transforms(wanted, 0, len(images))
+    assert table is not None
+    found = augment.apply(images, {"affine": torch.from_numpy(table["affine"])}, ONE, ZERO, WIDE)
+    draws = 2 * uniform(1, Stream.AUGMENT, 0, (len(images), augment.DRAWS)) - 1
+    for image, drawn, result in zip(images.numpy(), draws, found.permute(0, 2, 3, 1).numpy(), strict=True):
+        angle, shear = np.deg2rad(40) * drawn[augment.ROTATE], 0.3 * drawn[augment.SHEAR]
+        turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]) @ [[1, shear], [0, 1]]
+        expected = by_hand(image.astype(float), *WIDE, lambda x, y, turn=turn: tuple(turn @ (x, y)))
+        np.testing.assert_allclose(result, expected, atol=0.05)
+
+
+def test_a_policy_turns_pixels() -> None:
+    maps, _ = augment.policy_operations("trivialaugment", 1, 0, 4000, 160 / 96)
+    to_pixels = np.diag([80.0, 48.0])
+    linear = to_pixels @ maps[:, :, :2] @ np.linalg.inv(to_pixels)
+    turned = [m for m in linear if abs(m[0, 1] + m[1, 0]) < 1e-9 and abs(m[0, 1]) > 1e-3]
+    assert len(turned) > 100
+    np.testing.assert_allclose([m @ m.T for m in turned], np.broadcast_to(np.eye(2), (len(turned), 2, 2)), atol=1e-9)
+    assert max(np.abs(linear[:, 0, 1])) == pytest.approx(1, abs=0.02), "the largest shear or turn"
+
+
+@pytest.mark.parametrize("stored", [WIDE, (100, 100), (160, 96)])
+def test_crops_distort_wide_images_as_little_as_squares(stored: tuple[int, int]) -> None:
+    """Pixels of the result become wider or higher by up to 4/3, unless the box is limited by the image."""
+    rows = augment.epoch_transforms(recipe(Augment(crop=0.1), WIDE, (stored[0] * 2, stored[1] * 2)), 0, 2000)
+    assert rows is not None
+    across, down = np.abs(rows["affine"][:, 0, 0]), np.abs(rows["affine"][:, 1, 1])
+    free = (across < 1) & (down < 1)
+    assert free.sum() > 500
+    distorted = (across * stored[1] / 160) / (down * stored[0] / 96)
+    assert 3 / 4 - 1e-6 <= distorted[free].min() < 0.77
+    assert 1.3 < distorted[free].max() <= 4 / 3 + 1e-6
+
+
+def test_erased_boxes_have_the_aspect_of_pixels() -> None:
+    rows = augment.epoch_transforms(recipe(Augment(erase=1.0), WIDE), 0, 2000)
+    assert rows is not None
+    top, left, bottom, right = rows["erase"].T
+    free = (right - left < 1) & (bottom - top < 1)
+    aspects = ((right - left) * 160 / ((bottom - top) * 96))[free]
+    assert 0.3 - 1e-4 <= aspects.min() < 0.33
+    assert 3 < aspects.max() <= 10 / 3 + 1e-4
+
+
+def test_the_centre_of_a_wide_image() -> None:
+    images = pictures(1, (120, 180))
+    found = augment.apply(images, None, ONE, ZERO, WIDE)
+    assert torch.equal(found, images[:, 12:108, 10:170].permute(0, 3, 1, 2).float())

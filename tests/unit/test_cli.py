@@ -114,7 +114,7 @@ REFUSED_AT_ONCE = {
     "--out old": "flatout: old: exists; choose another --out",
     "--restarts -1": "flatout: --restarts -1: must be 0 or more",
     "--hang-timeout 0": "flatout: --hang-timeout 0: must be greater than 0 seconds",
-    "--devices nonsense": "flatout: --devices nonsense: unknown kind of device",
+    "--devices nonsense": "flatout: --devices nonsense: must be auto, cpu",
 }
 
 

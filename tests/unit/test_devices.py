@@ -1,9 +1,5 @@
 """Device names, and the choice of engine, processes and threads."""
 
-import copy
-import json
-import multiprocessing
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.engine import devices, factory
-from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of
+from flatout.engine.devices import engine_for, parse_devices, spec_of
 from flatout.engine.torch import accelerator, measure
 from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
@@ -36,14 +31,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     return has
-
-
-def pci(root: Path, *chips: tuple[str, str]) -> None:
-    for number, (vendor, device) in enumerate(chips):
-        folder = root / "sys/bus/pci/devices" / f"0000:00:0{number}.0"
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text(f"{vendor}\n")
-        (folder / "device").write_text(f"{device}\n")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -71,17 +58,7 @@ def test_specs(spec: str, names: tuple[str, ...], host: Host) -> None:
     assert parsed.names == names
     assert parsed.is_accelerated == (names[0] != "cpu")
     assert parse_devices(str(parsed)) == parsed
-
-
-def test_gpu_is_the_gpu_that_is_there(host: Host) -> None:
-    host(mps=1)
-    assert parse_devices("gpu").names == ("mps",)
-    assert parse_devices("auto").names == ("mps",)
-
-
-def test_spec_of_names() -> None:
     assert spec_of(["cuda:0"] * 2 + ["cuda:1"] * 2) == "4xcuda"
-    assert str(Devices(kind="cuda", indices=(0, 0))) == "cuda:0,0"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +68,7 @@ def test_spec_of_names() -> None:
         ("cuda:3", "--devices cuda:3: only 3 available"),
         ("mps", "--devices mps: none found"),
         ("33xcpu", "--devices 33xcpu: at most 32 processes"),
-        ("cpu:1", "--devices cpu:1: CPU devices are not indexed; for several processes: 2xcpu"),
-        ("2xcuda:1", "--devices 2xcuda:1: must be auto, cpu"),
-        ("0xcpu", "--devices 0xcpu: must be auto, cpu"),
-        ("2xauto", "--devices 2xauto: auto chooses the number itself"),
-        ("cqu", "--devices cqu: unknown kind of device 'cqu'"),
+        *((spec, f"--devices {spec}: must be auto, cpu") for spec in ("cpu:1", "2xcuda:1", "0xcpu", "2xauto", "cqu")),
         ("tpu", "--devices tpu: TPUs need --engine xla"),
     ],
 )
@@ -114,9 +87,8 @@ def test_wrong_specs_are_explained(spec: str, message: str, host: Host) -> None:
     [
         (["vfio/0", "vfio/1"], [("0x1ae0", "0x0063"), ("0x1ae0", "0x0063"), ("0x1ae0", "0x0042")], 2),
         (["accel0", "accel1"], [("0x1ae0", "0x0027"), ("0x1ae0", "0x0027")], 4),
-        # A GPU that is passed through, Google's network card, chips without a device node, chips yet to come.
+        # A GPU that is passed through, chips without a device node, chips yet to come.
         (["vfio/12"], [("0x10de", "0x2330")], 0),
-        (["vfio/12"], [("0x1ae0", "0x0042")], 0),
         ([], [("0x1ae0", "0x0063")], 0),
         (["accel0"], [], 1),
     ],
@@ -124,20 +96,15 @@ def test_wrong_specs_are_explained(spec: str, message: str, host: Host) -> None:
 def test_tpus_are_counted_as_linux_shows_them(
     nodes: list[str], chips: list[tuple[str, str]], count: int, tmp_path: Path
 ) -> None:
-    pci(tmp_path, *chips)
+    for number, (vendor, device) in enumerate(chips):
+        folder = tmp_path / "sys/bus/pci/devices" / f"0000:00:0{number}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{device}\n")
     for node in nodes:
         (tmp_path / "dev" / node).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "dev" / node).touch()
     assert tpu_count(tmp_path) == count
-
-
-def test_visible_tpu_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pci(tmp_path, *[("0x1ae0", "0x006f")] * 4)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "accel0").touch()
-    assert tpu_count(tmp_path) == 4
-    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0,1")
-    assert tpu_count(tmp_path) == 2
 
 
 def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,22 +113,11 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host, monkeypatch: pytest.M
     host(tpu=8)
     monkeypatch.setattr(xla, "gpu_count", lambda: pytest.fail("JAX was started"))
     assert engine_for("auto", "auto") == "xla"
+    with pytest.raises(InputError, match="--engine tpu: known engines: auto, torch, xla"):
+        engine_for("tpu", "tpu")
     assert engine_for("cpu", "auto") == engine_for("auto", "torch") == "torch"
     assert str(parse_devices("auto", "xla")) == "8xtpu"
     assert str(parse_devices("4xtpu", "xla")) == "4xtpu"
-
-
-def test_devices_lists_tpus(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host(tpu=4)
-    assert main(["devices", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["devices"] == {"cpu": 4, "tpu": 4}
-    assert main(["devices"]) == 0
-    assert "tpu: 4" in capsys.readouterr().out
-
-
-def test_an_unknown_engine() -> None:
-    with pytest.raises(InputError, match="--engine tpu: known engines: auto, torch, xla"):
-        engine_for("tpu", "tpu")
 
 
 # --- processes and threads --------------------------------------------------------------------------------------------
@@ -265,13 +221,7 @@ def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
     host(cuda=4)
     assert chosen("auto", epochs=100).reason == "--devices auto: using 4xcuda"
     assert str(chosen("auto", epochs=100, batch_size=17).devices) == "2xcuda"
-
-
-def test_auto_takes_one_gpu_for_a_short_job(host: Host) -> None:
-    host(cuda=4)
-    assert chosen("auto").reason == (
-        "--devices auto: using cuda:0: the start of several takes longer than the training, about 5 s"
-    )
+    assert "using cuda:0: the start of several takes longer than the training, about 5 s" in chosen("auto").reason
 
 
 @pytest.mark.parametrize(("channels", "precision"), [(8, "tf32"), (256, "bf16")])
@@ -307,64 +257,13 @@ def test_the_estimate_computes_in_the_recipes_precision(
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=64).override({"precision": precision})
     model, generator = Formats(), torch.get_rng_state()
     assert measure.seconds_per_image(model, recipe) > 0
+    assert measure.seconds_per_image(model, recipe, ranks=2) > 0
     assert model.found == {dtype}
     assert torch.equal(torch.get_rng_state(), generator)
     monkeypatch.setattr(accelerator, "processor_flags", set)
     if precision == "bf16":
         with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
             measure.seconds_per_image(model, recipe)
-
-
-@pytest.fixture
-def forking(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host of two cores, in a process that has not loaded JAX, which other tests may have done."""
-    host(cores=2)
-    monkeypatch.delitem(sys.modules, "jax", raising=False)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-@pytest.mark.usefixtures("forking")
-def test_ranks_are_measured_together() -> None:
-    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9).override({"precision": "fp32"})
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
-    before, generator, threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
-    assert 0 < measure.seconds_per_image(model, recipe, ranks=2) < 10
-    # Other processes have trained.
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert (torch.get_num_threads(), multiprocessing.active_children()) == (threads, [])
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-@pytest.mark.usefixtures("forking")
-def test_ranks_behind_frozen_layers_are_measured_together() -> None:
-    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9)
-    recipe = recipe.override({"precision": "fp32", "freeze": "all-but-last-1", "augment.flip": True})
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
-    assert 0 < measure.seconds_per_image(model, recipe, ranks=2) < 10
-
-
-class Broken(nn.Module):
-    """Fails while it is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("broken")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-@pytest.mark.usefixtures("forking")
-def test_a_rank_that_fails_ends_the_measurement() -> None:
-    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=8)
-    with pytest.raises(RuntimeError, match="broken"):
-        measure.seconds_per_image(Broken(), recipe, ranks=2)
-    assert multiprocessing.active_children() == []
 
 
 # --- ranks of a launcher ----------------------------------------------------------------------------------------------

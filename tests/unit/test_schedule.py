@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,21 +27,24 @@ def test_warm_up_rises_to_the_full_rate() -> None:
     assert found[14:] == [0.5] * 56
 
 
-def test_cosine_equals_torchs() -> None:
+@pytest.mark.parametrize(
+    ("changes", "make"),
+    [
+        (
+            {"schedule.name": "cosine", "schedule.final_factor": 0.1},
+            lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=70, eta_min=0.05),
+        ),
+        (
+            {"schedule.name": "step", "schedule.step_epochs": 3, "schedule.factor": 0.2},
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 * STEPS, gamma=0.2),
+        ),
+    ],
+)
+def test_schedules_equal_torchs(changes: dict[str, object], make: Callable[[Any], Any]) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=70, eta_min=0.05)
-    for found in rates({"schedule.name": "cosine", "schedule.final_factor": 0.1}):
+    scheduler = make(optimizer)
+    for found in rates(changes):
         assert math.isclose(found, optimizer.param_groups[0]["lr"], rel_tol=1e-9)
-        optimizer.step()
-        scheduler.step()
-
-
-def test_step_equals_torchs() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.2)
-    found = rates({"schedule.name": "step", "schedule.step_epochs": 3, "schedule.factor": 0.2})
-    for epoch in range(10):
-        assert all(math.isclose(r, optimizer.param_groups[0]["lr"]) for r in found[epoch * STEPS : (epoch + 1) * STEPS])
         optimizer.step()
         scheduler.step()
 
@@ -99,15 +104,11 @@ def test_a_smaller_batch_scales_down_and_warms_up_as_ever(warmup: float) -> None
     assert small == [rate / 4 for rate in rates({"schedule.warmup_epochs": warmup})]
 
 
-@pytest.mark.parametrize("name", ["cosine", "step"])
-def test_schedules_start_from_the_scaled_rate_after_the_warm_up(name: str) -> None:
-    changes = {"schedule.name": name, "schedule.warmup_epochs": 1.0}
+@pytest.mark.parametrize(("name", "first"), [("cosine", STEPS), ("step", STEPS), ("one-cycle", 0)])
+def test_schedules_start_from_the_scaled_rate_after_the_warm_up(name: str, first: int) -> None:
+    changes = {"schedule.name": name, "schedule.warmup_epochs": float(first > 0)}
     found, unscaled = rates({**LARGE, **changes}), rates(changes)
-    assert found[STEPS:] == [4 * rate for rate in unscaled[STEPS:]]
-
-
-def test_one_cycle_rises_by_itself() -> None:
-    assert rates({**LARGE, "schedule.name": "one-cycle"}) == [4 * r for r in rates({"schedule.name": "one-cycle"})]
+    assert found[first:] == [4 * rate for rate in unscaled[first:]]
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,8 @@ RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
 TRIVIAL_MAGNITUDES = 31
 # Samples per chunk of the tables, whose intermediate results take several times their memory.
 SAMPLES_AT_ONCE = 1 << 16
-# Test-time augmentation shifts images of at least this size by two pixels, smaller ones by one.
-TWO_PIXELS_FROM = 64
-# Images from this size on are photos, which are not shifted, and have these views if they are flipped.
-PHOTO_FROM = 96
+# Test-time augmentation shifts images of at least this size by two pixels, smaller ones by one, and photos not at all.
+TWO_PIXELS_FROM, PHOTO_FROM = 64, 96
 MIRRORED = ((0, False), (0, True))
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
@@ -143,8 +141,7 @@ def affine_maps(
     angle = np.deg2rad(augment.rotate) * either_way[:, ROTATE]
     cos, sin = np.cos(angle), np.sin(angle)
     shear = augment.shear * either_way[:, SHEAR]
-    zoom_x = 1 + augment.zoom * either_way[:, ZOOM_X]
-    zoom_y = 1 + augment.zoom * either_way[:, ZOOM_Y]
+    zoom_x, zoom_y = (1 + augment.zoom * either_way[:, column] for column in (ZOOM_X, ZOOM_Y))
     mirror = np.where(flip, -1.0, 1.0)
 
     maps = np.empty((len(draws), 2, 3))
@@ -240,10 +237,9 @@ def policy_operations(
         maps[:, :, :2] = maps[:, :, :2] @ step[:, :, :2]
         for column, name in enumerate(("brightness", "contrast", "saturation", "sharpness")):
             colors[:, column] *= np.where(drawn(name), 1 + signed, 1.0)
-        colors[:, pixels.POSTERIZE] = np.where(drawn("posterize"), 2 ** np.rint(amount), colors[:, pixels.POSTERIZE])
-        colors[:, pixels.SOLARIZE] = np.where(drawn("solarize"), 255 - amount, colors[:, pixels.SOLARIZE])
-        colors[:, pixels.AUTOCONTRAST] = np.where(drawn("autocontrast"), 1.0, colors[:, pixels.AUTOCONTRAST])
-        colors[:, pixels.EQUALIZE] = np.where(drawn("equalize"), 1.0, colors[:, pixels.EQUALIZE])
+        others = {"posterize": 2 ** np.rint(amount), "solarize": 255 - amount, "autocontrast": 1.0, "equalize": 1.0}
+        for column, (name, value) in enumerate(others.items(), pixels.POSTERIZE):
+            colors[:, column] = np.where(drawn(name), value, colors[:, column])
     return maps, colors
 
 

@@ -1,17 +1,86 @@
 """The engine protocol: the interface between the training loop and any number of devices."""
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from flatout.data.batches import Batch, Split
-from flatout.engine.metrics import Counts
-from flatout.engine.recorder import Recorder
 from flatout.tasks import Task
 
+if TYPE_CHECKING:
+    from flatout.train.progress import Progress
+
 Keep = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Sums over samples, which are divided once, so that metrics do not depend on batches and ranks.
+
+    Attributes:
+        loss_sum: sum of weight times loss.
+        weight_sum: sum of the samples' weights (their number, unless classes are weighted).
+        metric_sum: sum of the task's training metric, such as correct predictions.
+        count: samples without padding.
+    """
+
+    loss_sum: float = 0.0
+    weight_sum: float = 0.0
+    metric_sum: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN without samples."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else float("nan")
+
+    @property
+    def metric(self) -> float:
+        """Mean of the metric, such as the accuracy; NaN without samples."""
+        return self.metric_sum / self.count if self.count else float("nan")
+
+
+NO_COUNTS = Counts()
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records the samples of each step and their augmentation, if the environment has FLATOUT_RECORD=1.
+
+    Every rank writes `logs/rank-N.samples.jsonl`, a line per step. The lines of a step, joined in rank order, are the
+    same on any number of devices. Recording waits for the device in every step.
+    """
+
+    path: Path
+    progress: "Progress"  # kept up to date by the training loop
+
+    @classmethod
+    def if_requested(cls, logs: Path, rank: int, progress: "Progress") -> "Recorder | None":
+        """Return the recorder of a rank, or None."""
+        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
+            return None
+        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
+
+    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
+        """Write the line of a step.
+
+        Args:
+            samples: int64 [B], positions in the training split, without padding.
+            transforms: their rows of the tables of `augment.epoch_transforms`, [B, ...] each.
+        """
+        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
+        if transforms:
+            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

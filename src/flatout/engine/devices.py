@@ -5,23 +5,20 @@ No other module interprets device names.
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.config.settings import nearest
 from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
 from flatout.utils.host import processor_name, usable_cores
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
-# The kinds of devices that the XLA engine supports.
-XLA_KINDS = ("tpu", "cuda", "cpu")
 # More processes or simulated devices are a typing error that would overload the machine.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
-_SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
+_SPEC = re.compile(r"(?:([1-9]\d*)x)?([a-z]+)(?::(\d+(?:,\d+)*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,63 +118,51 @@ def engine_for(spec: str, wanted: str) -> str:
 def parse_devices(spec: str, engine: str = "torch") -> Devices:
     """Resolve a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) to devices of this host; `auto` is all of the best kind.
 
-    `gpu` is the kind of GPU that this host has. A CPU runs any number of processes; a GPU may be listed twice, which is
-    slow but useful for tests. With the XLA engine, several CPU devices are simulated.
+    A CPU runs any number of processes; a GPU may be listed twice, which is slow but useful for tests. With the XLA
+    engine, several CPU devices are simulated; JAX is started only for `auto` without TPUs.
 
     Raises:
         InputError: the SPEC does not parse, or names more devices than there are.
     """
-
-    def wrong(reason: str) -> InputError:
-        return InputError(f"--devices {spec}: {reason}")
-
-    match = _SPEC.fullmatch(spec.lower())
-    if not match or (match["count"] and match["indices"]):
-        raise wrong("must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) or a choice (cuda:0,2)")
-    kind, count, indices = match["kind"], int(match["count"] or 1), match["indices"]
-    if kind == "auto" and (match["count"] or indices):
-        raise wrong("auto chooses the number itself; name a kind, as in 2xcpu or 2xcuda")
-    if kind in ("gpu", "gpus"):
-        kind = "mps" if engine == "torch" and available().keys() & {"cuda", "mps"} == {"mps"} else "cuda"
-    if kind not in ("auto", *KINDS):
-        raise wrong(f"unknown kind of device {kind!r}; {nearest(kind, ('auto', *KINDS, 'gpu'))}")
-    if kind == "cpu" and indices:
-        raise wrong("CPU devices are not indexed; for several processes: 2xcpu")
+    count, kind, listed = match.groups() if (match := _SPEC.fullmatch(spec.lower())) else (None, "", None)
+    kind = "cuda" if kind == "gpu" else kind
+    is_countable, is_listable = kind != "auto", kind in ("cuda", "tpu") and not count
+    if kind not in ("auto", *KINDS) or (count and not is_countable) or (listed and not is_listable):
+        raise InputError(
+            f"--devices {spec}: must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) or a choice of GPUs "
+            "(cuda:0,2)"
+        )
+    indices = tuple(map(int, listed.split(","))) if listed else tuple(range(int(count or 1)))
     if engine == "xla":
-        kind, count = _xla_devices(kind, count, wrong)
-        chosen = tuple(map(int, indices.split(","))) if indices else tuple(range(count))
-        return Devices(kind=kind, indices=chosen, engine=engine)
-    if kind == "tpu":
-        raise wrong("TPUs need --engine xla")
+        return _of_xla(spec, kind, indices)
     found = available()
     if kind == "auto":
-        kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
-        count = found[kind] if kind == "cuda" else 1
-    chosen = tuple(map(int, indices.split(","))) if indices else tuple(range(count))
+        kind = next(k for k in ("cuda", "mps", "cpu") if k in found)
+        indices = tuple(range(found[kind])) if kind == "cuda" else (0,)
     limit = found.get(kind, 0) * (MAX_PROCESSES_PER_CORE if kind == "cpu" else 1)
-    if max(chosen) >= limit:
+    if kind == "tpu" or max(indices) >= limit:
         here = ", ".join(f"{k} ({n})" for k, n in found.items())
         most = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
-        raise wrong(f"{most}; this host has: {here}")
-    return Devices(kind=kind, indices=chosen)
+        most = "TPUs need --engine xla" if kind == "tpu" else most
+        raise InputError(f"--devices {spec}: {most}; this host has: {here}")
+    return Devices(kind=kind, indices=indices)
 
 
-def _xla_devices(kind: str, count: int, wrong: Callable[[str], InputError]) -> tuple[str, int]:
-    """Return XLA's devices, if possible without starting JAX, which only `auto` without TPUs requires."""
+def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
     from flatout.engine.xla.devices import gpu_count, require
 
     require()
     tpus = tpu_count()
     if kind == "auto":
         gpus = 0 if tpus else gpu_count()
-        return ("tpu", tpus) if tpus else ("cuda", gpus) if gpus else ("cpu", 1)
-    if kind not in XLA_KINDS:
-        raise wrong(f"XLA supports {', '.join(XLA_KINDS)} here; for {kind} use --engine torch")
-    if kind == "tpu" and not tpus:
-        raise wrong(
-            f"this machine has no TPU; to try the engine on simulated devices: --engine xla --devices {count}xcpu; "
-            "to estimate the speed on TPUs: flatout plan"
+        kind, indices = "tpu" if tpus else "cuda" if gpus else "cpu", tuple(range(tpus or gpus or 1))
+    if kind == "mps" or (kind == "cpu" and len(indices) > MAX_SIMULATED):
+        raise InputError(
+            f"--devices {spec}: XLA supports TPUs, CUDA and at most {MAX_SIMULATED} simulated devices here"
         )
-    if kind == "cpu" and count > MAX_SIMULATED:
-        raise wrong(f"at most {MAX_SIMULATED} simulated devices")
-    return kind, count
+    if kind == "tpu" and not tpus:
+        raise InputError(
+            f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "
+            f"--devices {len(indices)}xcpu; to estimate the speed on TPUs: flatout plan"
+        )
+    return Devices(kind=kind, indices=indices, engine="xla")

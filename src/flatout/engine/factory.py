@@ -1,6 +1,5 @@
 """From devices to engines: choose the processes, run a function on all ranks, and create an engine on each."""
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,67 +72,57 @@ def choose_processes(
     Raises:
         InputError: see `parse_devices`.
     """
-    from flatout.engine.torch.accelerator import cpu_threads
+    from flatout.engine.torch.accelerator import cpu_threads, multiply_adds
 
     devices = parse_devices(spec, engine)
     if engine == "xla":
         return Processes(devices=devices, threads=physical_cores())
-    asked = len(devices.indices)
+    count, reason = len(devices.indices), ""
     if spec != "auto":
-        too_many = devices.kind == "cpu" and asked > usable_cores()
-        reason = f"--devices {spec}: {asked} processes on {usable_cores()} cores are slower than one per core"
-        return Processes(devices=devices, threads=cpu_threads(asked), reason=reason if too_many else "")
+        if devices.kind == "cpu" and count > usable_cores():
+            reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
+        return Processes(devices=devices, threads=cpu_threads(count), reason=reason)
     batch = min(recipe.batch_size, images)
-    if devices.kind == "cuda" and asked > 1:
-        count, why = _most_ranks(devices, batch), ""
-        if count < asked:
-            why = f", which the batch of {batch} fills"
-        if seconds is None and (needed := _seconds_on_gpu(build(), recipe, images)) < GPU_LAUNCH_SECONDS:
-            count, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
-        chosen = Devices(kind="cuda", indices=devices.indices[:count])
-        return Processes(devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: using {chosen}{why}")
+    most, work = _most_ranks(devices, batch), images * recipe.epochs
+    if devices.kind == "cuda" and count > 1:
+        why = f", which the batch of {batch} fills" if most < count else ""
+        if seconds is None:
+            operations = 6 * multiply_adds(build(), recipe.image_sides, recipe.channels) * work
+            needed = max(operations / GPU_OPERATIONS, work / recipe.batch_size * GPU_STEP_SECONDS)
+            if needed < GPU_LAUNCH_SECONDS:
+                most, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
+        chosen = Devices(kind="cuda", indices=devices.indices[:most])
+        return Processes(devices=chosen, threads=cpu_threads(most), reason=f"--devices auto: using {chosen}{why}")
     # If nothing is trained, ONNX Runtime uses all cores.
-    if devices.kind != "cpu" or not recipe.epochs or _most_ranks(devices, batch) == 1:
+    if devices.kind != "cpu" or not work or most == 1:
         return Processes(devices=devices, threads=cpu_threads())
-    return _threads_or_processes(devices, build(), recipe, images, seconds)
+    return _threads_or_processes(build(), recipe, work, seconds)
 
 
-def _threads_or_processes(
-    devices: Devices, model: "nn.Module", recipe: Recipe, images: int, seconds: float | None
-) -> Processes:
+def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds: float | None) -> Processes:
+    """Choose for `work` images on a CPU, or for `seconds`."""
     from flatout.engine.torch.accelerator import cpu_threads
     from flatout.engine.torch.measure import seconds_per_image
 
     cores, threads = physical_cores(), cpu_threads()
-    by_threads = seconds_per_image(model, recipe) * images * recipe.epochs
+    by_threads = by_processes = seconds_per_image(model, recipe) * work
     # A job shorter than the start of processes needs no second measurement.
-    by_processes = math.inf
-    if by_threads >= LAUNCH_SECONDS or seconds is not None:
-        by_processes = seconds_per_image(model, recipe, ranks=cores) / cores * images * recipe.epochs
-    about = ""
+    if seconds is not None or by_threads >= LAUNCH_SECONDS:
+        by_processes = seconds_per_image(model, recipe, ranks=cores) / cores * work
     if seconds is None:
         by_processes += LAUNCH_SECONDS
-        needed = min(by_threads, by_processes)
-        about = f" (about {needed:.0f} s)" if needed < 100 else f" (about {needed / 60:.0f} min)"
     else:
         # The start of processes takes its share of the budget.
         by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
+    needed, about = min(by_threads, by_processes), ""
+    if seconds is None:
+        about = f" (about {needed:.0f} s)" if needed < 100 else f" (about {needed / 60:.0f} min)"
     if by_processes < by_threads:
-        devices = Devices(kind="cpu", indices=tuple(range(cores)))
-        reason = f"--devices auto: using {cores} processes, one per core{about}"
-        return Processes(devices=devices, threads=1, reason=reason)
-    return Processes(
-        devices=devices, threads=threads, reason=f"--devices auto: using 1 process with {threads} threads{about}"
-    )
-
-
-def _seconds_on_gpu(model: "nn.Module", recipe: Recipe, images: int) -> float:
-    """Return a rough estimate of the training time on one GPU."""
-    from flatout.engine.torch.accelerator import multiply_adds
-
-    operations = 3 * 2 * multiply_adds(model, recipe.image_sides, recipe.channels) * images * recipe.epochs
-    steps = images / recipe.batch_size * recipe.epochs
-    return max(operations / GPU_OPERATIONS, steps * GPU_STEP_SECONDS)
+        count, threads, using = cores, 1, f"{cores} processes, one per core"
+    else:
+        count, using = 1, f"1 process with {threads} threads"
+    devices = Devices(kind="cpu", indices=tuple(range(count)))
+    return Processes(devices=devices, threads=threads, reason=f"--devices auto: using {using}{about}")
 
 
 def kept_devices(before: str, engine: str) -> tuple[str, str]:
@@ -141,17 +130,13 @@ def kept_devices(before: str, engine: str) -> tuple[str, str]:
 
     It is that of the run, since another number of processes sums in another order; `auto` if this host lacks it.
     """
-    lacking = f"--devices auto: the run that is resumed used {before}, which this machine does not have"
     try:
         devices = parse_devices(before, engine)
+        if engine == "torch" and devices.kind == "cpu" and len(devices.indices) > usable_cores():
+            raise InputError(before)
     except InputError:
-        return "auto", lacking
-    using, count = before, len(devices.indices)
-    if devices.kind == "cpu" and engine == "torch":
-        using = f"{count} process{'es' * (count > 1)}"
-        if count > usable_cores():
-            return "auto", lacking
-    return before, f"--devices auto: {using}, as in the run that is resumed"
+        return "auto", f"--devices auto: the run that is resumed used {before}, which this machine does not have"
+    return before, f"--devices auto: {before}, as in the run that is resumed"
 
 
 def _most_ranks(devices: Devices, batch: int) -> int:
@@ -250,10 +235,6 @@ def _join_and_call(
 def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
     """Return the world of the ranks that a launcher has started, or of this process alone.
 
-    Args:
-        spec, engine: the devices of this host, and their engine.
-        hang_timeout: seconds without progress after which a rank is ended.
-
     Raises:
         InputError: the devices or the launcher's variables are wrong, or the other ranks are missing.
     """
@@ -271,9 +252,8 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
         )
     ranks = range(found.local_size)
     names = ["cpu"] if engine == "xla" else [local_device(spec, rank, found.local_size) for rank in ranks]
-    device = torch.device(names[found.local_rank])
-    world = World(found, device)
-    shares_gpu = device.type == "cuda" and len(set(names)) < len(names)
+    world = World(found, torch.device(names[found.local_rank]))
+    shares_gpu = world.device.type == "cuda" and len(set(names)) < len(names)
     world.join(found, shares_gpu=shares_gpu, hang_timeout=hang_timeout)
     return world
 
@@ -328,19 +308,23 @@ def make_engine(
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
     """
+    common: dict[str, Any] = {
+        "world": world,
+        "task": task,
+        "class_weights": class_weights,
+        "report": report,
+        "head": head,
+    }
     if engine == "torch":
         from flatout.engine.torch.engine import TorchEngine
 
-        return TorchEngine(
-            model, recipe, world=world, task=task, class_weights=class_weights, report=report, head=head, **options
-        )
+        return TorchEngine(model, recipe, **common, **options)
     from flatout.engine.xla.devices import find, find_on_all_hosts
 
     chosen = parse_devices(devices, engine)
-    kind, indices = chosen.kind, chosen.indices
-    found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
+    found = (
+        find_on_all_hosts(chosen.kind, chosen.indices, world) if world.is_joined else find(chosen.kind, chosen.indices)
+    )
     from flatout.engine.xla.engine import XlaEngine
 
-    return XlaEngine(
-        model, recipe, devices=found, world=world, task=task, class_weights=class_weights, report=report, head=head
-    )
+    return XlaEngine(model, recipe, devices=found, **common)

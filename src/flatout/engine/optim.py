@@ -12,6 +12,13 @@ from flatout.config import Optimizer
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError, first_line
 
+CLASSES = {
+    "sgd": torch.optim.SGD,
+    "momentum": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 # Unsupported classes of torch and timm, with the reason.
 UNSUPPORTED = {
     "LBFGS": "it computes the loss several times in a step",
@@ -37,49 +44,42 @@ def build(
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
             device, so that it can change.
     """
-    assert parameters
     device = next(iter(parameters.values())).device
-    grouped: dict[float, list[torch.Tensor]] = {}
+    grouped: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
-        grouped.setdefault(scales[name] if scales else 1.0, []).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": members, "lr_scale": scale} for scale, members in grouped.items()]
-    for group in groups:
-        group["lr"] = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+        scale = scales[name] if scales else 1.0
+        lr = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+        grouped.setdefault(scale, {"params": [], "lr_scale": scale, "lr": lr})["params"].append(parameter)
+    groups = list(grouped.values())
+    options: dict[str, Any] = {}
     if optimizer.is_of_library:
-        try:
-            return of_library(optimizer)(groups, **({"capturable": True, "foreach": True} if capturable else {}))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"optimizer.name = {optimizer.name!r}: {first_line(error)}") from error
-    options: dict[str, Any] = {"weight_decay": optimizer.weight_decay}
-    options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
-    if optimizer.name in ("sgd", "momentum"):
-        options |= {key: getattr(optimizer, key) for key in ("momentum", "dampening", "nesterov")}
-        return torch.optim.SGD(groups, **options)
-    options["eps"] = optimizer.eps
-    if optimizer.name == "adagrad":
-        return torch.optim.Adagrad(groups, **options)
-    cls, betas = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW, optimizer.betas
-    assert betas is not None
-    return cls(groups, betas=(betas[0], betas[1]), capturable=capturable, **options)
+        options = {"capturable": True, "foreach": True} if capturable else {}
+    else:
+        options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
+        options |= {"capturable": capturable} if optimizer.name in ("adam", "adamw") else {}
+    try:
+        return class_of(optimizer)(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"optimizer.name = {optimizer.name!r}: {first_line(error)}") from error
 
 
-def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
-    """Return the class of an optimizer `torch:NAME` or `timm:NAME`, with the options of the section bound.
+def class_of(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
+    """Return the class of an optimizer, with the options of the section bound.
 
     Raises:
-        InputError: there is no such class, it cannot train here, or it does not take a key.
+        InputError: there is no such class (`torch:NAME`, `timm:NAME`), it cannot train here, or it does not take a key.
     """
-    library, _, name = optimizer.name.partition(":")
+    library, _, name = optimizer.name.rpartition(":")
+    known: dict[str, Any] = CLASSES
     if library == "torch":
         known = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
         known = {n: c for n, c in known.items() if isinstance(c, type) and c is not torch.optim.Optimizer}
-    else:
+    elif library == "timm":
         # timm lacks the aliases that mark re-exports.
         from timm.optim import get_optimizer_class, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
         # The optimizers of Apex and bitsandbytes need these libraries.
-        names = map(str, list_optimizers(exclude_filters=["fused*", "bnb*"]))
-        known = {name: get_optimizer_class(name) for name in names}
+        known = {str(n): get_optimizer_class(str(n)) for n in list_optimizers(exclude_filters=["fused*", "bnb*"])}
     if name not in known:
         raise InputError(f"{library} has no optimizer called {name!r}; {nearest(name, known)}")
     bound = functools.partial(known[name])
@@ -96,9 +96,10 @@ def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]
         "eps": optimizer.eps,
     }
     options = {key: value for key, value in wanted.items() if value is not None}
-    for key, value in options.items():
-        if key not in taken:
-            raise InputError(f"optimizer.{key} = {value!r}: {optimizer.name} has none; leave the key out")
+    if not library:  # sections of known optimizers have values for all keys
+        options = {key: value for key, value in options.items() if key in taken}
+    for key in options.keys() - taken:
+        raise InputError(f"optimizer.{key} = {options[key]!r}: {optimizer.name} has none; leave the key out")
     return functools.partial(bound, **options)
 
 
@@ -106,7 +107,7 @@ def can_capture(optimizer: Optimizer) -> bool:
     """Whether a CUDA graph may contain the implementation; timm's own read the learning rate on the host."""
     if not optimizer.is_of_library:
         return optimizer.name != "adagrad"
-    cls = of_library(optimizer).func
+    cls = class_of(optimizer).func
     return cls.__module__.startswith("torch.") and "capturable" in inspect.signature(cls).parameters
 
 
@@ -149,9 +150,7 @@ def keep_compiler_out() -> Callable[[], None]:
     undecorated one; here that is the function itself. In other versions of torch this has no effect.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
-    plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]
-    if "torch._dynamo" in sys.modules:
-        plain = []
+    plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__") and "torch._dynamo" not in sys.modules]
     for function in plain:
         setattr(function, _ANSWER, function)
 

@@ -16,8 +16,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
 from flatout.distributed.world import Flag
-from flatout.engine.base import DeviceDataset, Engine
-from flatout.engine.metrics import NO_COUNTS
+from flatout.engine.base import NO_COUNTS, DeviceDataset, Engine
 from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
 from flatout.utils.errors import Stopped, TrainingFailed

@@ -14,7 +14,7 @@ import psutil
 
 from flatout.config import Recipe
 from flatout.distributed.world import Flag
-from flatout.engine.recorder import requested_recorder
+from flatout.engine.base import Recorder
 from flatout.train.budget import Budget
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        engine.recorder = requested_recorder(context.run_dir / run_files.LOGS, world.rank, progress)
+        engine.recorder = Recorder.if_requested(context.run_dir / run_files.LOGS, world.rank, progress)
         live = context.run_dir / run_files.LIVE
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.engine.metrics import NO_COUNTS, Counts
+from flatout.engine.base import NO_COUNTS, Counts
 from flatout.utils.style import number
 
 # Warm-up steps, which allocate memory, choose algorithms and capture CUDA graphs.

@@ -100,8 +100,7 @@ def run_on_all_ranks(
         InputError, TrainingFailed, Stopped: see `train`.
     """
     recipe, options = request.recipe, request.options
-    if recipe.optimizer.is_of_library:
-        optim.of_library(recipe.optimizer)
+    optim.class_of(recipe.optimizer)
     call = partial(run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout)
     if launched() is not None:
         return call((request,), spec=options.devices)

@@ -6,14 +6,12 @@ Other modules of the engine never compare `device.type`.
 import contextlib
 import ctypes
 import os
-import sys
 import tempfile
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +26,17 @@ if TYPE_CHECKING:
 
     from flatout.config import Recipe
 
+# Share of the free memory for images; the rest is for the model, its activations and other programs.
+MEMORY_SHARE = 0.5
+PRECISIONS = {
+    "fp32": "32-bit floats",
+    "tf32": "32-bit floats, matrix products and convolutions in TF32",
+    "bf16": "bfloat16 with 32-bit weights",
+}
+# bfloat16 is chosen if it makes a step faster by at least this factor.
+BF16_WORTH = 1.2
+# From this number of multiply-adds per image on, a GPU computes in bfloat16.
+BF16_OPERATIONS = 10_000_000
 # Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
@@ -36,7 +45,7 @@ class Accelerator:
     """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's.
 
     Attributes:
-        device: the torch device.
+        precision, threads: number format and compute threads, after `prepare`.
         is_host: it uses the cores and memory of the host.
         is_async: operations are queued, and reading a result synchronises.
         has_memory: it has its own memory, with asynchronous copies from pinned host memory.
@@ -50,6 +59,7 @@ class Accelerator:
     is_async = True
     wide_float = torch.float64
     evaluation_batch = EVALUATION_BATCH
+    precision, threads = "fp32", 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,6 +68,41 @@ class Accelerator:
     def name(self) -> str:
         """The name of the hardware, for the log."""
         return self.device.type.upper()
+
+    def prepare(self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1) -> None:
+        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process.
+
+        Raises:
+            InputError: the hardware does not support the precision.
+        """
+        self.precision = self.choose_precision(precision)
+        self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
+        self.adapt_process(undo, self.precision, self.threads)
+
+    def choose_precision(self, wanted: str) -> str:
+        """Resolve a recipe's `precision` to a number format.
+
+        Raises:
+            InputError: the hardware does not support it; emulation would be many times slower.
+        """
+        available = self.precisions()
+        if wanted not in ("auto", *available):
+            raise InputError(
+                f"precision = {wanted!r}: {self.device.type} here has only {', '.join(available)}; "
+                "use --set precision=auto"
+            )
+        return available[0] if wanted == "auto" else wanted
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a model runs."""
+        if self.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.device.type}: {threads if self.is_host else self.name}, {PRECISIONS[self.precision]}"
 
     @property
     def raises_out_of_memory(self) -> bool:
@@ -116,7 +161,7 @@ class Accelerator:
         held = torch.accelerator.memory_allocated(self.device)
         return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
 
-    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
+    def buffers(self, count: int) -> "Buffers":
         """Return a function that provides an empty host buffer of a shape, the last `count` of which are in use."""
         return lambda shape, dtype: HostBuffer(torch.empty(shape, dtype=dtype), self.device)
 
@@ -130,11 +175,7 @@ class Accelerator:
 
 
 class HostBuffer:
-    """Memory of the host from which tensors are copied to a device.
-
-    Attributes:
-        tensor: the memory, to be filled.
-    """
+    """Memory of the host, `tensor`, from which tensors are copied to a device."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.tensor, self._device = tensor, device
@@ -143,6 +184,9 @@ class HostBuffer:
     def on_device(self) -> Iterator[torch.Tensor]:
         """Provide a copy on the device for the work that is queued inside the block."""
         yield self.tensor.to(self._device)
+
+
+Buffers = Callable[[tuple[int, ...], torch.dtype], HostBuffer]
 
 
 class PinnedBuffer(HostBuffer):
@@ -183,14 +227,11 @@ class CPU(Accelerator):
     @property
     def raises_out_of_memory(self) -> bool:
         """See `Accelerator`: only if the address space is limited (`ulimit -v`)."""
-        if sys.platform == "win32":
-            return False
         import resource
 
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
     def precisions(self) -> list[str]:
-        """See `Accelerator`; the user may limit the instructions (ONEDNN_MAX_CPU_ISA)."""
         is_limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _LIMITS_WITHOUT_BF16
         has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
@@ -230,11 +271,8 @@ class CUDA(Accelerator):
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        """See `Accelerator`.
-
-        All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
-            parameter's gradient on the stream that was current when it first saw the parameter.
-        """
+        # All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
+        # parameter's gradient on the stream that was current when it first saw the parameter.
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
         super().adapt_process(undo, precision, threads)
@@ -246,11 +284,10 @@ class CUDA(Accelerator):
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
 
-    def buffers(self, count: int) -> "Callable[[tuple[int, ...], torch.dtype], HostBuffer]":
-        """See `Accelerator`. The buffers are pinned and used in turn."""
-        stream, ring = torch.cuda.Stream(self.device), deque["PinnedBuffer"](maxlen=count)
+    def buffers(self, count: int) -> Buffers:
+        stream, ring = torch.cuda.Stream(self.device), deque[PinnedBuffer](maxlen=count)
 
-        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> "PinnedBuffer":
+        def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> PinnedBuffer:
             if len(ring) < count:
                 ring.append(PinnedBuffer(torch.empty(shape, dtype=dtype, pin_memory=True), stream))
             else:
@@ -292,11 +329,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
-    """Make glibc keep freed blocks instead of returning them to the kernel.
-
-    The activations of a step are megabytes each and freed at its end. By default, each is mapped and zeroed page by
-    page again in the next step, which took a seventh of the time of a small network's step.
-    """
+    """Make glibc keep freed blocks: mapping and zeroing activations again takes a seventh of a small network's step."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         undo.callback(libc.malloc_trim, 0)
@@ -304,69 +337,6 @@ def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
         for option, value, default in ((-4, 0, 65536), (-1, 2**31 - 1, 128 * 1024)):
             undo.callback(libc.mallopt, option, default)
             libc.mallopt(option, value)
-
-
-# Share of the free memory for images; the rest is for the model, its activations and other programs.
-MEMORY_SHARE = 0.5
-PRECISIONS = {
-    "fp32": "32-bit floats",
-    "tf32": "32-bit floats, matrix products and convolutions in TF32",
-    "bf16": "bfloat16 with 32-bit weights",
-}
-# bfloat16 is chosen if it makes a step faster by at least this factor.
-BF16_WORTH = 1.2
-# From this number of multiply-adds per image on, a GPU computes in bfloat16.
-BF16_OPERATIONS = 10_000_000
-
-Place = Literal["device", "memory", "disk"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSetup:
-    """A device prepared for training: number format and compute threads."""
-
-    accelerator: Accelerator
-    precision: str
-    threads: int
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the model runs."""
-        return autocast(self.accelerator, self.precision)
-
-    def describe(self) -> str:
-        """Return a sentence for the log."""
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        where = threads if self.accelerator.is_host else self.accelerator.name
-        return f"{self.accelerator.device.type}: {where}, {PRECISIONS[self.precision]}"
-
-
-def prepare(
-    accelerator: Accelerator, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1
-) -> DeviceSetup:
-    """Prepare a device for training; `undo` restores the settings of the process.
-
-    Raises:
-        InputError: the hardware does not support the precision.
-    """
-    precision = choose_precision(accelerator, precision)
-    threads = cpu_threads(ranks_here) if accelerator.is_host else torch.get_num_threads()
-    accelerator.adapt_process(undo, precision, threads)
-    return DeviceSetup(accelerator=accelerator, precision=precision, threads=threads)
-
-
-def choose_precision(accelerator: Accelerator, wanted: str) -> str:
-    """Resolve a recipe's `precision` to a number format of the device.
-
-    Raises:
-        InputError: the hardware does not support it; emulation would be many times slower.
-    """
-    available = accelerator.precisions()
-    if wanted not in ("auto", *available):
-        raise InputError(
-            f"precision = {wanted!r}: {accelerator.device.type} here has only {', '.join(available)}; "
-            "use --set precision=auto"
-        )
-    return available[0] if wanted == "auto" else wanted
 
 
 def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe") -> tuple[str, int] | None:
@@ -392,13 +362,6 @@ def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: in
     return counter.get_total_flops() // 2
 
 
-def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which a model computes in a number format."""
-    if precision == "bf16":
-        return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
-
-
 def cpu_threads(ranks_here: int = 1) -> int:
     """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
@@ -409,13 +372,13 @@ def cpu_threads(ranks_here: int = 1) -> int:
     return wanted if ranks_here == 1 else min(wanted, share)
 
 
-def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> Place:
-    """Choose where to keep `nbytes` of images: on the device if they fit, else in memory, else on disk.
+def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> str:
+    """Choose where to keep `nbytes` of images: on the `device` if they fit, else in `memory`, else on `disk`.
 
     Every rank of a host keeps its own copy, so each may use its share of the host's memory.
     """
-    if wanted in ("device", "memory", "disk"):
-        return wanted  # pyright: ignore[reportReturnType]
+    if wanted != "auto":
+        return wanted
     free = accelerator.free_bytes() / (ranks_here if accelerator.is_host else 1)
     if nbytes <= MEMORY_SHARE * free:
         return "device"
@@ -443,7 +406,7 @@ def allocate(
     needed = 4 * int(np.prod(shape))
     file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
     try:
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate"):  # macOS has none
             os.posix_fallocate(file.fileno(), 0, needed)
         os.ftruncate(file.fileno(), needed)
     except OSError as error:

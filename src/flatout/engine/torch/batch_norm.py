@@ -34,15 +34,9 @@ class BatchNorm:
         has_kernels: whether torch has the kernels of its SyncBatchNorm for the device.
 
     Attributes:
-        batch_size: samples of this rank in the batch, padding included.
-        count: samples of this rank without padding, which are first.
-        total: samples of all ranks without padding.
-        is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
         micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
         normalised_others: whether it has asked for those of something other than its batch.
-
-    These numbers are constants of a captured step: batches with other numbers run eagerly, on all ranks.
     """
 
     def __init__(self, world: World = ALONE, *, on_host: bool = True, has_kernels: bool = False) -> None:
@@ -52,7 +46,14 @@ class BatchNorm:
         self.was_used = self.normalised_others = False
 
     def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
-        """Prepare for a forward pass."""
+        """Prepare for a forward pass; the numbers are constants of a captured step.
+
+        Args:
+            batch_size: samples of this rank in the batch, padding included.
+            count: samples of this rank without padding, which are first.
+            total: samples of all ranks without padding.
+            is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
+        """
         self.batch_size, self.count, self.total, self.is_padded = batch_size, count, total, is_padded
 
     def __call__(
@@ -162,10 +163,9 @@ class _Normalise(torch.autograd.Function):
 class _NormaliseByKernel(torch.autograd.Function):
     """`_Normalise` for batches without padding, by torch's CPU kernels.
 
-    These read x once for the statistics and once for y, in its own number format. They sum sequentially, which loses
-    digits in large sums, and are slow for few channels: so each position in an image row is treated as a separate
-    channel. Then the statistics of all positions and ranks are merged, and gradients corrected by the difference
-    between the sums of a position and those of all.
+    They sum sequentially, which loses digits in large sums, and are slow for few channels: so each position in an image
+    row is treated as a separate channel. Then the statistics of all positions and ranks are merged, and gradients
+    corrected by the difference between the sums of a position and those of all.
     """
 
     @staticmethod
@@ -212,10 +212,7 @@ class _NormaliseByKernel(torch.autograd.Function):
 
 
 class _NormaliseOnGPU(torch.autograd.Function):
-    """`_Normalise` for batches without padding, by the kernels of torch's SyncBatchNorm.
-
-    They read x in its own number format, twice in each direction, and exchange statistics once.
-    """
+    """`_Normalise` for batches without padding, by the kernels of torch's SyncBatchNorm."""
 
     @staticmethod
     def forward(
@@ -229,9 +226,8 @@ class _NormaliseOnGPU(torch.autograd.Function):
     ) -> torch.Tensor:
         if not x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous()
-        own = torch.batch_norm_stats(x, eps)
-        count = own[0].new_full((1,), x.numel() // x.shape[1])
-        channels = x.shape[1]
+        own, channels = torch.batch_norm_stats(x, eps), x.shape[1]
+        count = own[0].new_full((1,), x.numel() // channels)
         means, inverses, counts = world.all_gather(torch.cat([*own, count])).split([channels, channels, 1], dim=1)
         counts = counts.flatten()
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
@@ -256,7 +252,7 @@ class _NormaliseOnGPU(torch.autograd.Function):
 
 
 class _Rows:
-    """An image batch as a matrix whose columns are channels, repeated `tiles` times; a view in channels_last order."""
+    """An image batch as a matrix [rows, tiles * C] with repeated channels; a view in channels_last order."""
 
     def __init__(self, x: torch.Tensor, *, always_tiled: bool = False) -> None:
         self.shape = x.movedim(1, -1).shape
@@ -265,11 +261,9 @@ class _Rows:
         self.per_sample = self.shape.numel() // (self.shape[0] * self.channels * self.tiles)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [B, C, ...] as a matrix [rows, tiles * C]."""
         return x.movedim(1, -1).reshape(-1, self.tiles * self.channels)
 
     def back(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return a matrix as [B, C, ...] in channels_last order."""
         return matrix.view(self.shape).movedim(-1, 1)
 
     def empty_like(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,9 +272,7 @@ class _Rows:
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
     def sums(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each channel, [C]."""
         return matrix.sum(0).view(self.tiles, self.channels).sum(0)
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
-        """Repeat values per channel [C] to a row of the matrix."""
         return per_channel.repeat(self.tiles)

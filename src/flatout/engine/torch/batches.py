@@ -22,30 +22,38 @@ TABLE_STEPS = 64
 
 
 @dataclass(kw_only=True, eq=False)
-class DeviceBatch:
-    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
+class _Share:
+    """This rank's share of a batch as the host knows it.
 
     Attributes:
-        batch: the share, on the host.
+        batch: the share.
         total: samples of all ranks without padding.
         is_padded: whether any rank has padding.
-        samples: int64 [B], positions in the split.
-        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
-        total_weight: float32 [1], the sum of the weights of all ranks, by which the loss is divided.
-        partners: int64 [B], the samples that these are mixed with; None without mixing.
-        images: [B, ...] if they are streamed from the host.
-        partner_images: see `images`.
+        images, partner_images: [B, ...] on the device if they are streamed from the host.
     """
 
     batch: Batch
     total: int
     is_padded: bool
+    images: torch.Tensor | None = None
+    partner_images: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class DeviceBatch(_Share):
+    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
+
+    Attributes:
+        samples: int64 [B], positions in the split.
+        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
+        total_weight: float32 [1], the sum of the weights of all ranks, by which the loss is divided.
+        partners: int64 [B], the samples that these are mixed with; None without mixing.
+    """
+
     samples: torch.Tensor
     weights: torch.Tensor
     total_weight: torch.Tensor
     partners: torch.Tensor | None = None
-    images: torch.Tensor | None = None
-    partner_images: torch.Tensor | None = None
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":
         """Return one of `count` micro-batches."""
@@ -84,28 +92,20 @@ class StepTable:
         return {name: rows.index_select(0, self._next)[0] for name, rows in self._columns.items()}
 
     def advance(self) -> None:
-        """Take the following row next."""
         self._next += 1
 
 
 @dataclass(kw_only=True, eq=False)
-class Step:
-    """A step of training or evaluation as the host knows it; its tensors are read on the device when it runs.
+class Step(_Share):
+    """A step of training or evaluation; its tensors are read on the device when it runs.
 
     Attributes:
-        batch, total, is_padded: see `DeviceBatch`.
         table: has the row of the step.
         rows: new rows of the table, of which this step's is the first; None if it has the row already.
-        images, partner_images: see `DeviceBatch`.
     """
 
-    batch: Batch
-    total: int
-    is_padded: bool
     table: StepTable
     rows: dict[str, np.ndarray] | None
-    images: torch.Tensor | None = None
-    partner_images: torch.Tensor | None = None
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -130,8 +130,7 @@ class Step:
 
     def with_own_images(self) -> "Step":
         """Return the step with a copy of the streamed images."""
-        own = {name: value.clone() for name, value in self._images().items()}
-        return replace(self, **own)
+        return replace(self, **{name: value.clone() for name, value in self._images().items()})
 
     def copy_images(self, other: "Step") -> None:
         """Overwrite the streamed images with those of another step."""
@@ -166,13 +165,12 @@ class DeviceImages:
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
-        samples, images = inputs.samples, inputs.images
-        if of_partners:
-            samples, images = inputs.partners, inputs.partner_images
+        samples = inputs.partners if of_partners else inputs.samples
+        streamed = inputs.partner_images if of_partners else inputs.images
         if self.images is not None and samples is not None:
-            images = self.images.index_select(0, samples)
-        assert images is not None
-        return images
+            return self.images.index_select(0, samples)
+        assert streamed is not None
+        return streamed
 
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rows of the augmentation tables for samples."""
@@ -185,7 +183,6 @@ class DeviceImages:
             return
         shape = self.samples.images.shape[1:]
         dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
-
         partners = self.partners if is_training else None
         # One batch is in use while others are read. Each may have partners.
         buffer = accelerator.buffers((READ_AHEAD + 1) * (1 + (partners is not None)))
@@ -210,11 +207,10 @@ class DeviceImages:
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
     """Place a split in device memory, host memory or on disk, the first that fits."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
-    where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
-    if where == "disk":
-        return DeviceImages(samples=samples, images=None, targets=targets)
-    in_memory = samples.images_at(np.arange(len(samples)))
+    where, images = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here), None
     if where == "device":
-        return DeviceImages(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
-    held = Split(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
-    return DeviceImages(samples=held, images=None, targets=targets)
+        images = torch.from_numpy(samples.images_at(np.arange(len(samples)))).to(accelerator.device)
+    elif where == "memory":
+        rows = np.arange(len(samples))
+        samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
+    return DeviceImages(samples=samples, images=images, targets=targets)

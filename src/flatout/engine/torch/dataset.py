@@ -5,7 +5,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, K outp
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Any
@@ -39,58 +39,55 @@ class TorchDataset:
         self.samples = images.samples
         self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
         # The network's input by view of the images.
-        self._views: dict[int, DeviceImages] = {}
-        if engine.cut is None:
-            self._views[augment.NOT_AUGMENTED] = images
+        self._views = {augment.NOT_AUGMENTED: images} if engine.cut is None else {}
 
     @functools.cached_property
     def source(self) -> DeviceImages:
         """The network's input in training."""
+        return self._plain
+
+    @property
+    def _plain(self) -> DeviceImages:
         return self._view(augment.NOT_AUGMENTED, {})
 
     @functools.cached_property
     def _mirrored(self) -> "TorchDataset":
-        """The split with mirrored images."""
         return self._engine.place(self.samples.mirrored())
 
     def _view(self, view: int, transforms: augment.Transforms) -> DeviceImages:
         """Return the images; or the output of the frozen prefix for a view, computed the first time."""
-        if view not in self._views:
-            _copy_tables(transforms, self._images)
-            self._views[view] = self._through_prefix()
-            self._images.transforms.clear()
-        return self._views[view]
-
-    def _through_prefix(self) -> DeviceImages:
-        """Return the output of the frozen prefix for the images, augmented by the tables of `_images`, if any."""
+        if view in self._views:
+            return self._views[view]
         engine, images = self._engine, self._images
+        _copy_tables(transforms, images)
 
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 rows = images.transforms_of(inputs.samples)
                 normalised = engine.input.normalised(images.images_of(inputs), rows)
-                with torch.no_grad(), engine.setup.autocast():
+                with torch.no_grad(), engine.accelerator.autocast():
                     yield engine.prefix(normalised, len(images.samples))
 
         wanted = engine.recipe.data.placement
-        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
-        if isinstance(features, torch.Tensor):
-            return replace(images, images=features, transforms={})
-        samples = Split(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
-        return replace(images, samples=samples, images=None, transforms={})
+        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.accelerator)
+        images.transforms.clear()
+        samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
+        if not isinstance(features, torch.Tensor):
+            samples = Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
+        self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
+        return self._views[view]
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
             return None
-        source = self._view(augment.NOT_AUGMENTED, {})
-        return source.samples.images if source.images is None else source.images.float().cpu().numpy()
+        return self._plain.samples.images if self._plain.images is None else self._plain.images.float().cpu().numpy()
 
     @torch.no_grad()
     def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
         """Return the head's input for images or their mirror images, float32 [N, F], through the cached prefix."""
         engine, split = self._engine, self._mirrored if mirrored else self
         assert engine.cut is not None
-        source, rows = split._view(augment.NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
+        source, rows = split._plain, _Rows(len(self.samples), engine.world)
         network: Callable[[torch.Tensor], torch.Tensor] | None = None
         for inputs in split._batches(source, equally_many=False):
             images = engine.input.of(source.images_of(inputs)).float()
@@ -102,14 +99,13 @@ class TorchDataset:
         return found
 
     def compile(self) -> None:
-        """See `DeviceDataset.compile`. Nothing is compiled; the frozen prefix is computed for all views."""
+        # Nothing is compiled; the frozen prefix is computed for all views.
         recipe = self._engine.recipe
         if self._engine.cut:
             for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
                 self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """See `DeviceDataset.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
         transforms = self._transforms_of(epoch)
@@ -126,11 +122,11 @@ class TorchDataset:
         recipe = self._engine.recipe
         if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
             return False
-        plain = self._view(augment.NOT_AUGMENTED, {}).images
-        mirrored = None if plain is None else self._mirrored._view(augment.NOT_AUGMENTED, {}).images
+        plain = self._plain.images
+        mirrored = None if plain is None else self._mirrored._plain.images
         if plain is None or mirrored is None:
             return False
-        self._change_view(self._view(augment.NOT_AUGMENTED, {}))
+        self._change_view(self._plain)
         chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
         assert self.source.images is not None
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
@@ -153,7 +149,7 @@ class TorchDataset:
         if source.images is None:
             read = read_ahead(source.samples, again, world.local_rank, world.local_size)
             steps = (step for _, step in zip(read, steps, strict=True))
-        return source.stream(steps, self._engine.setup.accelerator, is_training=True)
+        return source.stream(steps, self._engine.accelerator, is_training=True)
 
     def _steps(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Step]:
         """Yield steps on batches, all of one size: this rank's share in training, else the whole."""
@@ -174,7 +170,7 @@ class TorchDataset:
                 columns["partners"] = self.source.partners[samples].astype(np.int64)
             place = is_training, samples.shape[1]
             if place not in self._tables:
-                self._tables[place] = StepTable(columns, self._engine.setup.accelerator)
+                self._tables[place] = StepTable(columns, self._engine.accelerator)
             for batch, share in zip(chunk, shares, strict=True):
                 yield Step(
                     batch=share,
@@ -188,7 +184,7 @@ class TorchDataset:
         engine, source = self._engine, self.source
         if engine.recorder:
             samples = inputs.batch.samples[: inputs.batch.count]
-            rows = source.transforms_of(engine.setup.accelerator.put(samples))
+            rows = source.transforms_of(engine.accelerator.put(samples))
             engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
         inputs.begin()
         engine.train_step(source, inputs, learning_rate, seed)
@@ -202,70 +198,70 @@ class TorchDataset:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """See `DeviceDataset.evaluate`. Losses are those of the recipe, without class weights."""
-        # Evaluations of more than metrics follow the training.
+        # Losses are those of the recipe, without class weights. Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
-        engine = self._engine
+        engine, task = self._engine, self._engine.task
         if engine.is_captured and not is_last and not tta:
-            engine.synchronise_buffers()
-            source = self._view(augment.NOT_AUGMENTED, {})
-            return self._scores.evaluate(source, self._evaluation_steps(source), self.samples.labels)
-        task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
+            return self._evaluate_by_recorded_steps()
         sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
-        loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
-        names += ["features"] * (keep_features is not None)
-        rows = {name: _Rows(len(self.samples), world) for name in names}
+        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"predicted": task.predicted}
+        kinds |= {"probabilities": task.probabilities} if with_probabilities else {}
+        kinds |= {"logits": torch.Tensor.float} if with_logits else {}
+        results = _Results(engine, len(self.samples), kinds)
+        if keep_features:
+            results.rows["features"] = _Rows(len(self.samples), engine.world)
         with contextlib.ExitStack() as stack:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
             # After cached output, little computation remains: preparing ONNX Runtime would take longer.
-            is_whole = engine.cut is None and engine.setup.precision == "fp32"
+            is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 from flatout.models.features import FrozenClassifier
 
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
             batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
             for inputs, *others in zip(*batches, strict=True):
-                start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
-                with engine.setup.autocast():
-                    logits = logits_of(network, *read)[:real]
-                targets = sources[0].targets.index_select(0, inputs.samples[:real])
-                loss_sum += engine.losses.of(engine.task, logits, targets).sum()
-                where = slice(start, start + real)
-                rows["predicted"].put(where, task.predicted(logits))
-                if with_probabilities:
-                    rows["probabilities"].put(where, task.probabilities(logits))
-                if with_logits:
-                    rows["logits"].put(where, logits.float())
+                with engine.accelerator.autocast():
+                    logits = logits_of(network, *read)
+                rows = results.add(logits, sources[0], inputs)
                 if features and keep_features and (found := features.take()) is not None:
-                    kept = keep_features(found[:real].cpu().numpy())
-                    rows["features"].put(where, torch.from_numpy(kept).to(accelerator.device))
-        tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
-        return Evaluation(
-            **{"probabilities": None, **tables},
-            task=task,
-            loss_sum=float(world.all_reduce(loss_sum)),
-            labels=self.samples.labels,
-        )
+                    kept = keep_features(found[: len(rows)].cpu().numpy())
+                    results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
+        return results.evaluation(self.samples.labels)
+
+    def _evaluate_by_recorded_steps(self) -> Evaluation:
+        engine, (results, run) = self._engine, self._recorded
+        engine.synchronise_buffers()
+        results.clear()
+        batches, is_one_less = self._own_batches(len(self.samples))
+        steps = self._plain.stream(self._steps(batches, is_training=False), engine.accelerator, is_training=False)
+        with engine.evaluation_network():
+            for step in self._checked(steps, is_one_less):
+                step.begin()
+                run(self._plain, step)
+        return results.evaluation(self.samples.labels)
 
     @functools.cached_property
-    def _scores(self) -> "RecordedScores":
-        return RecordedScores(self._engine, len(self.samples))
+    def _recorded(self) -> "tuple[_Results, CapturedStep]":
+        engine = self._engine
+        results = _Results(engine, len(self.samples), {"predicted": engine.task.predicted})
 
-    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
-        """Yield the steps of this rank's evaluation batches."""
-        batches, is_one_less = self._own_batches(len(source.samples))
-        steps = self._steps(batches, is_training=False)
-        return self._checked(source.stream(steps, self._engine.setup.accelerator, is_training=False), is_one_less)
+        def score(source: DeviceImages, step: Step) -> None:
+            inputs, network = step.read(), engine.cut.eval_suffix if engine.cut else engine.model
+            step.table.advance()
+            with engine.accelerator.autocast():
+                logits = network(engine.input.of(source.images_of(inputs)))
+            results.add(logits, source, inputs)
+
+        return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
         """Return the images of an evaluation, and a function (network, batch) -> logits."""
         engine = self._engine
         if not tta:
-            return [self._view(augment.NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
+            return [self._plain], lambda network, images: network(engine.input.of(images))
         if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
             # The frozen prefix's output for shifted images is not cached.
             return [self._images], engine.view_logits
@@ -273,16 +269,11 @@ class TorchDataset:
         def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [self._view(augment.NOT_AUGMENTED, {}), self._mirrored._view(augment.NOT_AUGMENTED, {})], mean_of_both
+        return [self._plain, self._mirrored._plain], mean_of_both
 
     def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
-        """Yield this rank's evaluation batches.
-
-        Args:
-            source: images, or the output of the frozen prefix.
-            equally_many: whether every rank gets the same number of batches, with empty ones at the end.
-        """
-        put = self._engine.setup.accelerator.put
+        """Yield this rank's evaluation batches; `equally_many` on every rank, with empty ones at the end."""
+        put = self._engine.accelerator.put
         batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
         inputs = (
             DeviceBatch(
@@ -295,14 +286,14 @@ class TorchDataset:
             )
             for batch in batches
         )
-        streamed = source.stream(inputs, self._engine.setup.accelerator, is_training=False)
+        streamed = source.stream(inputs, self._engine.accelerator, is_training=False)
         return self._checked(streamed, is_one_less)
 
     def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
         """Return this rank's evaluation batches, see `_batches`, and whether other ranks have one more."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
-        size = min(engine.setup.accelerator.evaluation_batch, engine.recipe.batch_size)
+        size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
         batches = list(evaluation_batches(count, size))
         own = batches[world.rank :: world.size]
         if equally_many and len(own) < -(-len(batches) // world.size):
@@ -320,46 +311,35 @@ class TorchDataset:
             world.control.check_stop()  # as often on every rank
 
 
-class RecordedScores:
-    """The loss and the predictions of a split, computed by recorded steps."""
+class _Results:
+    """The loss of a split, and results by kind, which are functions of the logits."""
 
-    def __init__(self, engine: "TorchEngine", count: int) -> None:
-        accelerator = engine.setup.accelerator
-        self._engine, self._count = engine, count
-        self._loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        self._rows = _Rows(count + 1, engine.world)  # the last one is for padding
-        self._network: Any = None
-        self._step = CapturedStep(self._score, lambda: None, accelerator, lambda sentence: None)
+    def __init__(
+        self, engine: "TorchEngine", count: int, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    ) -> None:
+        self._engine, self._kinds = engine, kinds
+        self._loss_sum = torch.zeros((), dtype=engine.accelerator.wide_float, device=engine.device)
+        self.rows = {name: _Rows(count, engine.world) for name in kinds}
 
-    @torch.no_grad()
-    def evaluate(self, source: DeviceImages, steps: Iterable[Step], labels: np.ndarray) -> Evaluation:
-        """Return the evaluation of all ranks' steps."""
-        engine = self._engine
+    def clear(self) -> None:
         self._loss_sum.zero_()
-        self._rows.clear()
-        with engine.evaluation_network() as self._network:
-            for step in steps:
-                step.begin()
-                self._step(source, step)
-        predicted = self._rows.gather()
-        assert predicted is not None
-        return Evaluation(
-            task=engine.task,
-            loss_sum=float(engine.world.all_reduce(self._loss_sum)),
-            predicted=predicted[: self._count],
-            labels=labels,
-            probabilities=None,
-        )
+        for rows in self.rows.values():
+            rows.clear()
 
-    def _score(self, source: DeviceImages, step: Step) -> None:
-        engine, batch = self._engine, step.read()
-        step.table.advance()
-        with engine.setup.autocast():
-            logits = self._network(engine.input.of(source.images_of(batch)))
-        losses = engine.losses.of(engine.task, logits, source.targets.index_select(0, batch.samples))
-        self._loss_sum += (losses * batch.weights).sum()
-        rows = torch.where(batch.weights > 0, batch.samples, self._count)
-        self._rows.put(rows, engine.task.predicted(logits))
+    def add(self, logits: torch.Tensor, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+        """Add a batch; return the positions of its samples, without padding."""
+        engine, rows = self._engine, inputs.samples[: inputs.batch.count]
+        logits = logits[: len(rows)]
+        self._loss_sum += engine.losses.of(engine.task, logits, source.targets.index_select(0, rows)).sum()
+        for name, function in self._kinds.items():
+            self.rows[name].put(rows, function(logits))
+        return rows
+
+    def evaluation(self, labels: np.ndarray) -> Evaluation:
+        """Return the results of all ranks."""
+        tables: dict[str, Any] = {"probabilities": None, **{name: rows.gather() for name, rows in self.rows.items()}}
+        loss_sum = float(self._engine.world.all_reduce(self._loss_sum))
+        return Evaluation(**tables, task=self._engine.task, loss_sum=loss_sum, labels=labels)
 
 
 class _Rows:
@@ -370,12 +350,10 @@ class _Rows:
         self._table: torch.Tensor | None = None
 
     def clear(self) -> None:
-        """Forget all values."""
         if self._table is not None:
             self._table.zero_()
 
     def put(self, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
-        """Store the values of samples."""
         if self._table is None:
             shape = (self._count, *values.shape[1:])
             self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
@@ -416,9 +394,8 @@ def collect_features(
             if features is None:
                 features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
             rows = rows[: max(0, count - start)]
-            stop = start + len(rows)
             kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
-            features[start:stop] = kept
-            start = stop
+            features[start : start + len(rows)] = kept
+            start += len(rows)
     assert features is not None
     return features

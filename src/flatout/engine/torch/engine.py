@@ -21,27 +21,22 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
-from flatout.engine.metrics import Counts
-from flatout.engine.recorder import Recorder
+from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch import state as states
-from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
+from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
-from flatout.engine.torch.gradients import (
-    COPIES_OF_WEIGHTS,
-    BucketedAllReduce,
-    FSDPGradients,
-    Gradients,
-    LocalGradients,
-    count_micro_batches,
-)
+from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
-from flatout.utils.errors import is_out_of_memory
+from flatout.utils.errors import TrainingFailed, is_out_of_memory
+
+# Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
+COPIES_OF_WEIGHTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +52,10 @@ class TorchEngine:
 
     Args:
         model: trained in place, after being moved to the device.
-        recipe: the recipe; data.mean and data.std must be filled in.
+        recipe: data.mean and data.std must be filled in.
         world: the ranks, and this one's device; None for a single CPU process.
         task: the task with the metrics of the user; None for the recipe's.
-        class_weights: see `Task.class_weights`; None for none.
-        accelerator: the accelerator; None for that of the device.
+        class_weights: see `Task.class_weights`.
         capture: whether the step may be captured as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
         head: the head, if nothing else of the model changes; its input is then computed once.
@@ -89,14 +83,14 @@ class TorchEngine:
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
-        accelerator = accelerator or accelerator_of(world.device)
+        self.accelerator = accelerator = accelerator or accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
         self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
-            self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size)
             accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
@@ -105,8 +99,8 @@ class TorchEngine:
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
         """Move the model to the device and prepare everything that the steps use."""
-        recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
-        self.threads, self.device_names = self.setup.threads, [str(self.device)]
+        recipe, world, accelerator = self.recipe, self.world, self.accelerator
+        self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
         self.model = self._distribute(model)
         set_train_mode(self.model, self.recipe.norm)
@@ -114,13 +108,17 @@ class TorchEngine:
         normalised = world if recipe.norm == "global" else ALONE
         self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
-        self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        self._gradients = Gradients()
         if self.is_sharded:
-            from flatout.engine.torch.fsdp import build_optimizer
+            from flatout.engine.torch.fsdp import FSDPGradients, build_optimizer
 
+            self._gradients = FSDPGradients(self.model, world)
             self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
         else:
+            if world.is_joined:
+                trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
+                self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
             self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
         self._average = None
@@ -128,10 +126,10 @@ class TorchEngine:
             self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
         self._captured = None
         if can_capture:
-            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
+            self._captured = CapturedStep(self._step, self._optimizer.zero_grad, accelerator, self._report)
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
-        self._micro_batches, self._offload = 0, False
+        self._micro_batches = 0
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
         self.cut: Cut | None = None
         if head:
@@ -155,30 +153,16 @@ class TorchEngine:
 
     def _can_capture(self) -> bool:
         """Whether recipe and world permit capturing the step; the reason is reported otherwise."""
-        reason = ""
-        if not optim.can_capture(self.recipe.optimizer):
-            reason = f"{self.recipe.optimizer.name} cannot be recorded"
-        elif self._has_own_functions:
-            reason = "functions given in Python may not be recorded"
-        elif self.is_sharded:
-            reason = "a sharded model cannot be recorded"
-        elif self.world.backend == "gloo":
-            reason = "gloo adds up gradients on the host"
+        reasons = {
+            f"{self.recipe.optimizer.name} cannot be recorded": not optim.can_capture(self.recipe.optimizer),
+            "functions given in Python may not be recorded": self._has_own_functions,
+            "a sharded model cannot be recorded": self.is_sharded,
+            "gloo adds up gradients on the host": self.world.backend == "gloo",
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
         if reason:
             self._report(f"the step runs without a CUDA graph: {reason}")
         return not reason
-
-    def _make_gradients(self) -> Gradients:
-        if self.is_sharded:
-            return FSDPGradients(self.model, self.world)
-        if not self.world.is_joined:
-            return LocalGradients()
-        return BucketedAllReduce(
-            list(self.parameters.values()),
-            self.world,
-            SUMS + len(self.world.control.outgoing),
-            is_async=self.setup.accelerator.is_async,
-        )
 
     @property
     def is_captured(self) -> bool:
@@ -186,7 +170,7 @@ class TorchEngine:
         return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
-        sentences = [self.setup.describe()]
+        sentences = [self.accelerator.describe()]
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
             how = "FSDP2, which shards the model" if self.is_sharded else how
@@ -197,22 +181,20 @@ class TorchEngine:
 
     def place(self, samples: Split) -> TorchDataset:
         self._release_graph()
-        placement = self.recipe.data.placement
-        here = self.world.local_size
-        return TorchDataset(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
+        wanted, here = self.recipe.data.placement, self.world.local_size
+        return TorchDataset(self, place(samples, self.task, self.accelerator, wanted, ranks_here=here))
 
     def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
-        """Compute a step; see `DeviceDataset.train_step`."""
         began = self.world.seconds
         if self._micro_batches == 0:
             self._choose_micro_batches(source, inputs.read())
         # Dropout must differ between ranks, like their samples.
-        self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
+        self.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        if self._captured and not self._offload:
+        if self._captured:
             self._captured(source, inputs)
         else:
-            self._forget_gradients()
+            self._optimizer.zero_grad()
             self._step(source, inputs)
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
@@ -224,7 +206,7 @@ class TorchEngine:
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
         for number in range(self._micro_batches):
-            self._gradients.is_last_micro_batch = number == self._micro_batches - 1
+            self._gradients.begin_backward(is_last=number == self._micro_batches - 1)
             sums += self._backward(source, batch.micro_batch(number, self._micro_batches), self._batch_norm)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
@@ -240,7 +222,7 @@ class TorchEngine:
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         images = self.input.of_batch(source, inputs)  # resampled in 32 bits: bfloat16 moves pixels
-        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
+        with self.accelerator.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}):
             network = self.cut.train_suffix if self.cut else self.model
             logits = network(images)
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
@@ -251,7 +233,6 @@ class TorchEngine:
         return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
 
     def _clip_gradients(self) -> None:
-        """Scale all gradients together so that their norm is within the recipe's limit."""
         parameters = list(self.parameters.values())
         if self.world.backend == "memory":
             # All ranks read the same memory.
@@ -270,14 +251,12 @@ class TorchEngine:
         """Whether preparing ONNX Runtime is worthwhile for `count` images and a frozen network."""
         from flatout.models.features import WORTHWHILE_PIXELS
 
-        is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
-        return self.setup.accelerator.is_host and is_worthwhile
+        return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
         """Return the output of the frozen prefix for a batch [B, C, H, W] of `count` images in total."""
         assert self.cut is not None
-        if self._prefix is None:
-            self._prefix = self.frozen(self.cut.prefix, images, count)
+        self._prefix = self._prefix or self.frozen(self.cut.prefix, images, count)
         return self._prefix(images)
 
     def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -297,17 +276,10 @@ class TorchEngine:
             finally:
                 set_train_mode(self.model, self.recipe.norm)
 
-    def _activations(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that determines where activations are kept for the backward pass."""
-        return torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else contextlib.nullcontext()
-
-    def _forget_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Choose the micro-batches before the first step.
+        """Choose the micro-batches before the first step: as few as fit.
 
         Raises:
             TrainingFailed: not even the smallest micro-batch fits.
@@ -316,50 +288,65 @@ class TorchEngine:
         if self.is_sharded:
             # A trial on one rank would wait for the other ranks' shards.
             self._micro_batches = -(-share // wanted) if wanted else 1
-        elif not wanted and not self.setup.accelerator.raises_out_of_memory:
+        elif not wanted and not self.accelerator.raises_out_of_memory:
             self._micro_batches = 1
         else:
-
-            def trial(samples: int, offload: bool) -> None:
-                self._offload = offload
-                self._try(source, inputs.micro_batch(0, -(-share // samples)))
-
-            self._micro_batches, self._offload = count_micro_batches(
-                trial, share, wanted, self._batch_norm, self.world, self.setup.accelerator
-            )
+            fitting = self._fitting(source, inputs, min(wanted or share, share))
+            # The rank with the least memory determines the number.
+            counts = self.world.all_gather_object(math.ceil(share / fitting) if fitting else 0)
+            needs_whole = self._batch_norm.was_used and not wanted
+            if not min(counts) or (needs_whole and max(counts) > 1):
+                whole = f"the {share} samples of a device, which batch normalisation needs together"
+                raise TrainingFailed(
+                    f"out of memory: no room for {whole if needs_whole else 'one sample'}; "
+                    "use more devices, a smaller batch_size or image_size, or shard = 'full'"
+                )
+            self._micro_batches = max(counts)
         self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
-        if self._offload:
-            self._report("activations are offloaded to host memory: they do not fit on the device")
         if self._micro_batches > 1:
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
+
+    def _fitting(self, source: DeviceImages, inputs: DeviceBatch, samples: int) -> int:
+        """Return the size of the largest micro-batch that fits, at most `samples`; 0 if not even one sample does."""
+        while samples:
+            try:
+                self._try(source, inputs.micro_batch(0, -(-len(inputs.batch.samples) // samples)))
+                return samples
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                error.__traceback__ = None
+            samples = 0 if samples == 1 else math.ceil(samples / 2)
+            self.accelerator.empty_cache()
+        return 0
 
     def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Compute a micro-batch without the other ranks, and undo its effects."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)
-        self._gradients.is_last_micro_batch = False
+        self._gradients.begin_backward(is_last=False)
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
-            self._try_backward(source, inputs, alone)
+            # The first time, libraries are initialised and a compiled model is compiled, which may wait for the device.
+            self._backward(source, inputs, alone)
+            if self._captured and not self._captured.is_off:
+                self._check_capture(self._captured, source, inputs, alone)
         finally:
             self._batch_norm.was_used |= alone.was_used
-            self._forget_gradients()
+            self._optimizer.zero_grad()
             reserved.clear()
             with torch.no_grad():
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
 
-    def _try_backward(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
-        """Compute a micro-batch; if it waits for the device, the step is not captured: that would fail later."""
-        captured = self._captured
-        # The first time, libraries are initialised and a compiled model is compiled, which may wait.
-        self._backward(source, inputs, alone)
-        if captured is None or captured.is_off:
-            return
-        self._forget_gradients()
+    def _check_capture(
+        self, captured: CapturedStep, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm
+    ) -> None:
+        """Refuse to capture a step that waits for the device, which would fail later."""
+        self._optimizer.zero_grad()
         try:
-            with self.setup.accelerator.refusing_to_wait():
+            with self.accelerator.refusing_to_wait():
                 self._backward(source, inputs, alone)
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -376,7 +363,7 @@ class TorchEngine:
 
     def communication_seconds(self) -> float:
         seconds, self._communication_seconds = self._communication_seconds, 0.0
-        return float("nan") if self.setup.accelerator.is_async and self.world.is_joined else seconds
+        return float("nan") if self.accelerator.is_async and self.world.is_joined else seconds
 
     @torch.no_grad()
     def synchronise_buffers(self) -> None:
@@ -404,7 +391,7 @@ class TorchEngine:
     @torch.no_grad()
     def snapshot(self, *, weights_only: bool = False) -> Snapshot:
         held = {name: states.local(value) for name, value in self._tensors(weights_only=weights_only).items()}
-        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.setup.accelerator.free_bytes()
+        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.accelerator.free_bytes()
         copies = {name: value.to(value.device if fits else "cpu", copy=True) for name, value in held.items()}
         return Snapshot(tensors=copies, weights_only=weights_only)
 
@@ -432,19 +419,19 @@ class TorchEngine:
 
     def forget_shapes(self) -> None:
         """Prepare for batches of other shapes: choose micro-batches and capture the step again."""
-        self._micro_batches, self._offload = 0, False
+        self._micro_batches = 0
         self._release_graph()
 
     def _release_graph(self) -> None:
-        # A captured step refers to the optimizer's tensors, which may be replaced.
+        """Free captured steps, which refer to the optimizer's tensors: these may be replaced."""
         if self._captured:
             self._captured.release()
 
     def peak_memory_bytes(self) -> int | None:
-        return self.setup.accelerator.peak_bytes()
+        return self.accelerator.peak_bytes()
 
     def close(self) -> None:
         self._release_graph()
         self._gradients.close()
         self._undo.close()
-        self.setup.accelerator.empty_cache()
+        self.accelerator.empty_cache()

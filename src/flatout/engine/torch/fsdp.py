@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flatout import config as recipe
+from flatout.config import OPTIMIZERS, Optimizer
+from flatout.distributed.world import World
 from flatout.engine import optim
+from flatout.engine.torch.gradients import Gradients
 from flatout.utils.errors import InputError
 
 # Fractions of all parameters. A module with more than the first is divided into several units if it has submodules; one
@@ -66,14 +68,26 @@ def _give_no_view(module: nn.Module, arguments: object, output: object) -> objec
     return tuple(_give_no_view(module, arguments, part) for part in output) if type(output) is tuple else output
 
 
+class FSDPGradients(Gradients):
+    """The gradients of a sharded model, which torch's FSDP2 reduces and scatters."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        self._model.set_requires_gradient_sync(is_last)  # pyright: ignore[reportCallIssue]
+
+    def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
+        return self._world.all_reduce(extra)
+
+
 def _units(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, innermost first; the last is the model."""
     holders = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     if len(set(holders)) < len(holders):
         # Parameters that several modules share must be in one unit: the model.
         return [model]
-    total = _count(model)
-    units: list[nn.Module] = []
+    total, units = _count(model), list[nn.Module]()
 
     def choose(module: nn.Module) -> int:
         """Choose the units of a module; return the number of parameters left to its parent."""
@@ -98,7 +112,7 @@ def _count(module: nn.Module, *, recurse: bool = True) -> int:
 
 
 def build_optimizer(
-    section: recipe.Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
+    section: Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer for shards: fused for Adam (only Adam supports them), else foreach.
 
@@ -106,7 +120,7 @@ def build_optimizer(
         InputError: the optimizer is one of torch's or timm's own, which may compute with whole parameters.
     """
     if section.is_of_library:
-        known = ", ".join(recipe.OPTIMIZERS)
+        known = ", ".join(OPTIMIZERS)
         raise InputError(f"optimizer.name = {section.name!r} is not available with shard = 'full'; use {known}")
     optimizer = optim.build(section, parameters, scales, capturable=False)
     if not isinstance(optimizer, torch.optim.Adam):

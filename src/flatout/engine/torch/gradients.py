@@ -1,33 +1,25 @@
-"""Gradients: summed over the ranks, accumulated over micro-batches, or sharded by FSDP2."""
+"""Gradients: accumulated over micro-batches and summed over the ranks. For sharded models see `fsdp`."""
 
-import math
 import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
-from flatout.engine.torch.accelerator import Accelerator
-from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.utils.errors import TrainingFailed, is_out_of_memory
 
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16
 
 
-class LocalGradients:
-    """The gradients of a single rank.
-
-    Attributes:
-        is_last_micro_batch: whether the next backward pass is the last of its step; until then, gradients accumulate.
-    """
-
-    is_last_micro_batch = True
+class Gradients:
+    """The gradients of a single rank."""
 
     def begin(self) -> None:
         """Prepare a step's backward passes."""
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Prepare a backward pass; until the last of the step, gradients accumulate."""
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
@@ -37,35 +29,10 @@ class LocalGradients:
         """Remove the hooks from the parameters."""
 
 
-class FSDPGradients:
-    """The gradients of a model that `fsdp.shard` has sharded; torch's FSDP2 reduces and scatters them."""
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._model, self._world = model, world
-
-    @property
-    def is_last_micro_batch(self) -> bool:
-        return self._is_last
-
-    @is_last_micro_batch.setter
-    def is_last_micro_batch(self, is_last: bool) -> None:
-        self._is_last = is_last
-        self._model.set_requires_gradient_sync(is_last)  # pyright: ignore[reportCallIssue]
-
-    def begin(self) -> None:
-        """See `LocalGradients`."""
-
-    def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
-        return self._world.all_reduce(extra)
-
-    def close(self) -> None:
-        """See `LocalGradients`."""
-
-
 class _Part:
     """The layout of a bucket: gradients, a mark for each parameter that has one, then the extra numbers."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters, self.dtype = parameters, dtype
         self.offsets, self.end = [], 0
         for parameter in parameters:
@@ -76,21 +43,18 @@ class _Part:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in a bucket, each in the shape and memory order of its parameter."""
-        views = self._views.get(flat.data_ptr())
-        if views is None:
-            start = flat.storage_offset()
-            offsets = zip(self.parameters, self.offsets, strict=True)
-            views = [flat.as_strided(p.shape, p.stride(), start + offset) for p, offset in offsets]
+        if flat.data_ptr() not in self._views:
+            start, places = flat.storage_offset(), zip(self.parameters, self.offsets, strict=True)
+            views = [flat.as_strided(p.shape, p.stride(), start + offset) for p, offset in places]
             self._views[flat.data_ptr()] = views
-        return views
+        return self._views[flat.data_ptr()]
 
     def marks(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the marks in a bucket, one for each parameter."""
         return flat[self.end : self.end + len(self.parameters)]
 
 
-class BucketedAllReduce:
-    """The gradients of a replicated model.
+class BucketedAllReduce(Gradients):
+    """The gradients of a replicated model. Buckets are sent during the backward pass of the last micro-batch.
 
     Args:
         parameters: the trained ones, in the model's order, on one device.
@@ -98,36 +62,29 @@ class BucketedAllReduce:
         is_async: whether reading a value would wait for the device.
     """
 
-    def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],
-        world: World,
-        extras: int,
-        *,
-        is_async: bool = False,
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], world: World, extras: int, *, is_async: bool = False) -> None:
         self._world, self._extras, self._is_async = world, extras, is_async
         # The last parameters' gradients are computed first. A bucket is sent when it is complete.
         self._parts = _partition(parameters[::-1])
         self._buckets = _make_buckets(self._parts, world, extras)
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
-        self._started = 0
-        self.is_last_micro_batch = True
+        self._started, self._is_last = 0, True
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
     def begin(self) -> None:
-        """See `LocalGradients`. Buckets are sent during the backward pass of the last micro-batch."""
         self._started = 0
         for part in self._parts:
             part.awaited = set(range(len(part.parameters)))
 
+    def begin_backward(self, *, is_last: bool) -> None:
+        self._is_last = is_last
+
     def close(self) -> None:
-        """See `LocalGradients`."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self.is_last_micro_batch:
+        if not self._is_last:
             return
         assert parameter.grad is not None
         index, k = self._place[id(parameter)]
@@ -165,22 +122,17 @@ class BucketedAllReduce:
             totals = [bucket.finish() for bucket in self._buckets]
         self._world.seconds += time.perf_counter() - began
         for part, total in zip(self._parts, totals, strict=True):
-            self._take(part, total)
+            # On an asynchronous device, reading the marks would synchronise, so this rank's use of a parameter decides;
+            # other ranks differ only in models whose structure depends on the batch.
+            own = part.parameters
+            present = [p.grad is not None for p in own] if self._is_async else part.marks(total).tolist()
+            for parameter, view, has_gradient in zip(own, part.views(total), present, strict=True):
+                parameter.grad = view if has_gradient else None
         return totals[-1][-self._extras :]
 
-    def _take(self, part: _Part, total: torch.Tensor) -> None:
-        # On an asynchronous device, reading the marks would synchronise, so this rank's use of a parameter decides;
-        # other ranks differ only in models whose structure depends on the batch.
-        present = [p.grad is not None for p in part.parameters] if self._is_async else part.marks(total).tolist()
-        for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
-            parameter.grad = view if has_gradient else None
 
-
-Gradients = LocalGradients | BucketedAllReduce | FSDPGradients
-
-
-def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
-    groups: list[list[torch.nn.Parameter]] = []
+def _partition(parameters: list[nn.Parameter]) -> list[_Part]:
+    groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
         if not groups or parameter.nbytes > free or parameter.dtype != groups[-1][-1].dtype:
@@ -197,63 +149,10 @@ def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
     """Return a bucket for each part; those of one type share one block of memory."""
-    buckets: dict[int, Bucket] = {}
-    dtypes = [part.dtype for part in parts]
     sizes = [part.end + len(part.parameters) for part in parts]
     sizes[-1] += extras
-    for dtype in dict.fromkeys(dtypes):
-        chosen = [i for i, other in enumerate(dtypes) if other == dtype]
+    buckets: dict[int, Bucket] = {}
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        chosen = [i for i, part in enumerate(parts) if part.dtype == dtype]
         buckets |= dict(zip(chosen, world.buckets([sizes[i] for i in chosen], dtype), strict=True))
     return [buckets[i] for i in range(len(parts))]
-
-
-# Memory reserved during a trial, in copies of the weights: two for Adam, one for the all-reduce.
-COPIES_OF_WEIGHTS = 3
-
-
-def count_micro_batches(
-    trial: Callable[[int, bool], None],
-    share: int,
-    wanted: int,
-    batch_norm: BatchNorm,
-    world: World,
-    accelerator: Accelerator,
-) -> tuple[int, bool]:
-    """Return the number of micro-batches, and whether activations must be offloaded to host memory.
-
-    Args:
-        trial: computes a micro-batch of a given size, with activations offloaded or not.
-        share: samples of this rank in a batch.
-        wanted: the recipe's `micro_batch`; 0 for the most samples that fit.
-        batch_norm: needs all samples of a rank together; a trial shows whether it is used.
-        world: the ranks; the one with the least memory determines the number.
-
-    Raises:
-        TrainingFailed: not even the smallest micro-batch fits.
-    """
-
-    def fitting(offload: bool) -> int:
-        samples = min(wanted or share, share)
-        while samples:
-            try:
-                trial(samples, offload)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                error.__traceback__ = None
-                samples = 0 if samples == 1 else math.ceil(samples / 2)
-            accelerator.empty_cache()
-        needed = world.all_gather_object(math.ceil(share / samples) if samples else 0)
-        return max(needed) if min(needed) else 0
-
-    count, offload = fitting(False), False
-    if batch_norm.was_used and count != 1 and not wanted and accelerator.has_memory:
-        count, offload = fitting(True), True
-    if count == 0 or (batch_norm.was_used and count > 1 and not wanted):
-        whole = f"the {share} samples of a device, which batch normalisation needs together"
-        raise TrainingFailed(
-            f"out of memory: no room for {whole if batch_norm.was_used else 'one sample'}; "
-            "use more devices, a smaller batch_size or image_size, or shard = 'full'"
-        )
-    return count, offload

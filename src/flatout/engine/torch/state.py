@@ -23,11 +23,19 @@ def named_tensors(
 ) -> Tensors:
     """Return the tensors that training changes, not copied."""
     named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-    kept = {} if weights_only else _kept(optimizer, parameters)
-    return named | {name: _as_tensor(owner[key]) for name, (owner, key) in kept.items()}
+    return named if weights_only else named | _optimizer_tensors(optimizer, parameters)
 
 
-def _kept(
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    # float64 preserves Python floats.
+    kept = {name: owner[key] for name, (owner, key) in _places(optimizer, parameters).items()}
+    return {
+        name: torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
+        for name, value in kept.items()
+    }
+
+
+def _places(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, tuple[dict[str, Any], str]]:
     """Return the place (dictionary, key) of each optimizer state, by the name in checkpoints."""
@@ -41,22 +49,17 @@ def _kept(
     return found
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
-    # float64 preserves Python floats.
-    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
-
-
 def assign_numbers(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Overwrite optimizer state that consists of Python numbers, which are immutable."""
-    for name, (owner, key) in _kept(optimizer, parameters).items():
+    for name, (owner, key) in _places(optimizer, parameters).items():
         if isinstance(owner[key], int | float):
             owner[key] = type(owner[key])(tensors[name].item())
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Clear the state of an optimizer."""
+    """Forget what an optimizer keeps."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)
@@ -98,12 +101,17 @@ def load(
         InputError: the state is of another model.
     """
     shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
-    _check_fits({n: s for n, (s, _) in shapes.items() if n.startswith("model.")}, targets)
+    found = {name: tuple(shape) for name, (shape, _) in shapes.items() if name.startswith("model.")}
+    expected = {name: tuple(target.shape) for name, target in targets.items() if name.startswith("model.")}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise InputError(
+                f"the checkpoint does not fit the model: {name.removeprefix('model.')} has shape {found.get(name)}; "
+                f"the model needs {expected.get(name)}"
+            )
     if any(name.startswith("optimizer.") and name not in targets for name in shapes):
         optim.create_state(optimizer)
-        targets = targets | {
-            name: _as_tensor(owner[key]) for name, (owner, key) in _kept(optimizer, parameters).items()
-        }
+        targets = targets | _optimizer_tensors(optimizer, parameters)
         for name, parameter in parameters.items():
             # A parameter that never had a gradient.
             if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
@@ -112,16 +120,6 @@ def load(
         if name in targets:
             _receive(state.get(name), targets[name], shape, dtype, world)
     assign_numbers(optimizer, parameters, targets)
-
-
-def _check_fits(shapes: Mapping[str, torch.Size], targets: Mapping[str, torch.Tensor]) -> None:
-    expected = {name: target.shape for name, target in targets.items() if name.startswith("model.")}
-    for name in sorted(shapes.keys() | expected.keys()):
-        found, wanted = shapes.get(name), expected.get(name)
-        if found != wanted:
-            what = f"has shape {list(found)}" if found is not None else "is missing"
-            need = f"the model needs {list(wanted)}" if wanted is not None else "the model has no such weight"
-            raise InputError(f"the checkpoint does not fit the model: {name.removeprefix('model.')} {what}; {need}")
 
 
 def _receive(

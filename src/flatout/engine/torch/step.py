@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.config import Recipe
 from flatout.engine import augment
-from flatout.engine.metrics import Counts
+from flatout.engine.base import Counts
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step
 from flatout.models.layers import Cut
@@ -24,13 +24,7 @@ from flatout.utils.errors import InputError, RankLost, causes, first_line
 
 
 class NetworkInput:
-    """Computes the input of the network on one device.
-
-    Args:
-        recipe: defines sizes and normalisation.
-        cut: between the frozen prefix, whose output is stored in place of the images, and the rest; None for none.
-        batch_transforms: functions of normalised training images [B, C, H, W]; each returns such images.
-    """
+    """Computes the input of the network on one device; behind a `cut`, the images are the frozen prefix's output."""
 
     def __init__(
         self,
@@ -71,17 +65,16 @@ class NetworkInput:
 
 
 class Losses:
-    """Computes losses on one device.
-
-    Args:
-        own: a function of logits and targets that returns a loss for each sample. None for the task's.
-        class_weights: see `Task.class_weights`; None for none.
-    """
+    """Computes losses on one device: by the user's `own` function of logits and targets, or else by the task."""
 
     def __init__(
         self, own: Callable[..., torch.Tensor] | None, class_weights: np.ndarray | None, device: torch.device
     ) -> None:
-        self._own = _per_sample(own, device)
+        self._own: Any = own
+        if isinstance(own, nn.Module):
+            self._own = copy.deepcopy(own).to(device)
+            if hasattr(self._own, "reduction"):
+                self._own.reduction = "none"  # torch's loss modules return the mean over the batch
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
 
     def of(
@@ -115,16 +108,6 @@ class Losses:
             return losses_of(targets)
         share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
         return task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
-
-
-def _per_sample(loss: Callable[..., torch.Tensor] | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return a loss on a device; torch's loss modules lose their mean over the batch."""
-    if not isinstance(loss, nn.Module):
-        return loss
-    own: Any = copy.deepcopy(loss).to(device)
-    if hasattr(own, "reduction"):
-        own.reduction = "none"
-    return own
 
 
 # The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
@@ -188,14 +171,9 @@ class CapturedStep:
 
     The step reads its inputs from tensors that stay in place, and must not wait for the device. Its Python numbers
     become constants of a graph, so steps with other numbers (on the short last batch of an epoch) have graphs of their
-    own; all ranks agree on these numbers. If a capture fails, all steps run eagerly, and the reason is reported once.
-
-    Args:
-        step: computes a batch of a split.
-        forget_gradients: sets every gradient to None, so that the backward pass allocates new ones.
-
-    Attributes:
-        is_off: whether all steps run eagerly.
+    own; all ranks agree on these numbers. If a capture fails, all steps run eagerly from then on (`is_off`), and the
+    reason is reported once. `forget_gradients` sets every gradient to None, so that the backward pass allocates new
+    ones.
     """
 
     def __init__(

@@ -32,14 +32,9 @@ _PER_SAMPLE = ("images", "targets", "weights", "transforms", "partners")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostBatches:
-    """This process's part of the consecutive batches of one dispatch.
+    """This process's part of the consecutive batches of one dispatch: see `DeviceBatch`, with a leading dimension T."""
 
-    Attributes:
-        batches: the batches of all processes.
-        images, targets, weights, transforms, partners: see `program.DeviceBatch`, with a leading dimension T.
-    """
-
-    batches: Sequence[Batch]
+    batches: Sequence[Batch]  # of all processes
     images: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
@@ -61,20 +56,20 @@ class HostBatches:
 def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> tuple[Split, jax.Array | None]:
     """Copy a split's images to every device if they fit, else to host memory, else leave them on disk.
 
-    Simulated devices share the host's memory, so their batches are read from there.
-
     Returns:
-        The split on the host; and its images on the devices, uint8 or uint16 [N, H, W, C], or None.
+        The split on the host; and its images on the devices, uint8 or uint16 [N, H, W, C], or None. Simulated devices
+        share the host's memory, so their batches are read from there.
     """
     is_resident = wanted == "device"
     if wanted == "auto" and sharding.devices[0].platform != "cpu":
         # All hosts run the same program, so the host with the least free memory decides.
         free = min(world.all_gather_object(min(map(_free_bytes, sharding.local_devices))))
         is_resident = samples.nbytes <= MEMORY_SHARE * free
+    rows = np.arange(len(samples))
     if is_resident:
-        return samples, sharding.put_state(_read_all(samples), sharding.replicated)
+        return samples, sharding.put_state(samples.images_at(rows), sharding.replicated)
     if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
-        samples = Split(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
+        samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
     return samples, None
 
 
@@ -89,12 +84,10 @@ def read_batches(
     transforms: Transforms | None = None,
     sample_weights: np.ndarray | None = None,
 ) -> HostBatches:
-    """Read this process's part of some batches.
+    """Read this process's part, `own`, of the batches of all processes.
 
     Args:
-        batches: the batches of all processes.
         size: samples that all devices share equally; padding copies a batch's first sample.
-        own: this process's share of them.
         is_resident: whether the images are on the devices, so that row indices suffice.
         targets: those of all samples; see `Task.targets`.
         transforms: the epoch's augmentation tables.
@@ -124,10 +117,6 @@ def read_batches(
     )
 
 
-def _read_all(samples: Split) -> np.ndarray:
-    return samples.images_at(np.arange(len(samples)))
-
-
 def _free_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
@@ -143,10 +132,7 @@ class XlaDataset:
     """One split of the data; see `DeviceDataset`.
 
     Attributes:
-        samples: the split on the host.
-        targets: see `Task.targets`.
         table: [N, ...], the network's inputs on every device; None if they are streamed from the host.
-        tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
         run_ahead: the maximum number of dispatches in flight.
     """
@@ -170,9 +156,8 @@ class XlaDataset:
             read = engine.features(self.samples, transforms) if engine.cut else self.samples
             self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
         self._read, self.table = self._views[view]
-        self.tables = () if self.table is None else (self.table,)
         each = engine.sharding.padded(self.batch) // engine.sharding.size
-        image_bytes = 0 if self.tables else self._read.nbytes // len(self._read)
+        image_bytes = self._read.nbytes // len(self._read) if self.table is None else 0
         self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
 
     def compile(self) -> None:
@@ -209,7 +194,6 @@ class XlaDataset:
                 yield group, step
 
     def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], HostBatches]:
-        """Return the function that reads batches of `size` samples, padding included."""
         return functools.partial(
             read_batches,
             self._read,
@@ -271,49 +255,40 @@ class XlaDataset:
         names += ["features"] * (keep_features is not None)
         kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
         loss_sum = 0.0
-        results: deque[tuple[Evaluated, int]] = deque()
 
-        def keep_first() -> float:
-            """Wait for the oldest result, store its requested parts, and return its loss."""
-            result, number = results.popleft()
+        def results() -> "Iterator[tuple[Evaluated, int]]":
+            """Yield the results of batches, some of which are in flight, and their samples."""
+            waiting = deque[Any]()
+            read = self._reader(size, is_training=False)
+            for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
+                engine.world.control.check_stop()
+                waiting.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
+                if len(waiting) > RUN_AHEAD:
+                    yield waiting.popleft()
+            yield from waiting
+
+        for result, number in results():
             for name, parts in kept.items():
                 if (found := getattr(result, name)) is not None:
                     rows = np.asarray(found)[:number]
                     parts.append(keep_features(rows) if keep_features and name == "features" else rows)
-            return float(result.loss_sum)
-
-        read = self._reader(size, is_training=False)
-        for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
-            engine.world.control.check_stop()
-            results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
-            if len(results) > RUN_AHEAD:
-                loss_sum += keep_first()
-        while results:
-            loss_sum += keep_first()
-        rows = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
-        predicted = rows["predicted"]
-        return Evaluation(
-            task=engine.task,
-            loss_sum=loss_sum,
-            predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
-            labels=self.samples.labels,
-            probabilities=rows.get("probabilities"),
-            logits=rows.get("logits"),
-            features=rows.get("features"),
-        )
+            loss_sum += float(result.loss_sum)
+        tables: dict[str, Any] = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
+        if tables["predicted"].dtype.kind == "i":
+            tables["predicted"] = tables["predicted"].astype(np.int64)
+        tables = {"probabilities": None, **tables}
+        return Evaluation(**tables, task=engine.task, loss_sum=loss_sum, labels=self.samples.labels)
 
 
 def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
-    """Return the steps per dispatch, and the maximum dispatches in flight, within `IN_FLIGHT_BYTES` per device.
+    """Return the steps per dispatch, at most `steps`, and the maximum dispatches in flight.
 
-    Args:
-        batch_bytes: the bytes of a batch's images on each device; 0 if they need no copy.
-        steps: the maximum steps per dispatch.
+    The images of a batch, `batch_bytes` on each device, stay within `IN_FLIGHT_BYTES`; they are 0 if they need no copy.
     """
-    if batch_bytes:
-        steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
-    fitting = IN_FLIGHT_BYTES // (steps * batch_bytes) if batch_bytes else RUN_AHEAD
-    return steps, max(2, min(RUN_AHEAD, fitting))
+    if not batch_bytes:
+        return steps, RUN_AHEAD
+    steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
+    return steps, max(2, min(RUN_AHEAD, IN_FLIGHT_BYTES // (steps * batch_bytes)))
 
 
 def fetch(array: jax.Array) -> np.ndarray:

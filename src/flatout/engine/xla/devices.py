@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import cache_folder
-from flatout.utils.errors import InputError
+from flatout.utils.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World
@@ -44,34 +44,23 @@ def require() -> None:
     """Check that the engine's packages are installed.
 
     Raises:
-        InputError: one is missing, or their versions are incompatible; the message contains the command that installs
-            them.
+        InputError: one is missing, or their versions are incompatible.
     """
-    for name in ("jax", "optax", "torchax"):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if name == "torchax":
-                    from flatout.engine.xla.function import import_lowerings
-
-                    import_lowerings()
-                else:
-                    importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise InputError(f"--engine xla needs {error.name or name}, which is not installed: {INSTALL}") from None
-        except Exception as error:  # incompatible versions fail in their own ways
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise InputError(
-                f"--engine xla: the installed {name} is incompatible with the other packages ({reason}); "
-                f"install versions that work together: {INSTALL}"
-            ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in ("jax", "optax", "flatout.engine.xla.function"):
+                importlib.import_module(name)
+            importlib.import_module("flatout.engine.xla.function").import_lowerings()
+    except Exception as error:  # incompatible versions fail in their own ways
+        raise InputError(f"--engine xla: {first_line(error)}; install what it needs: {INSTALL}") from error
 
 
 def require_compiler() -> None:
     """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported.
 
     Raises:
-        InputError: it is not installed; the message contains the command that installs it.
+        InputError: it is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
@@ -127,34 +116,27 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
         InputError: too few are available, or another process uses them.
     """
     require()
-    wanted = max(indices) + 1
+    wanted, spec = max(indices) + 1, f"--devices {max(indices) + 1}x{kind}"
     try:
         found = _local_devices(kind, wanted)
     except RuntimeError as error:
         raise InputError(explain(kind, str(error))) from error
+    if wanted > len(found) and kind == "cpu":
+        raise InputError(
+            f"{spec}: JAX was started in this process with {len(found)} simulated device(s), which cannot change; "
+            f"start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
+        )
     if wanted > len(found):
-        if kind == "cpu":
-            raise InputError(
-                f"--devices {wanted}xcpu: JAX was started in this process with {len(found)} simulated device(s), "
-                f"which cannot change; start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
-            )
-        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available on this host")
+        raise InputError(f"{spec}: only {len(found)} available on this host")
     return [found[index] for index in indices]
 
 
 def explain(kind: str, error: str) -> str:
     """Return a message with a fix for JAX's error about devices of a kind."""
-    reason, lower = error.strip().partition("\n")[0], error.lower()
-    if "in use" in lower or "libtpu_lockfile" in lower or "already" in lower:
-        return (
-            f"--devices {kind}: used by another process ({reason}); end that process, or use other devices. "
-            "A TPU can be used by one process at a time."
-        )
-    if "version" in lower and ("incompatible" in lower or "mismatch" in lower or "newer" in lower):
-        return f"--devices {kind}: the driver and JAX are incompatible ({reason}); reinstall both: {INSTALL}"
+    driver = INSTALL if kind == "tpu" else "pip install jax[cuda13]"
     return (
-        f"--devices {kind}: JAX finds no {kind.upper()} here ({reason}). On a machine with one, install its driver: "
-        f"{INSTALL if kind == 'tpu' else 'pip install jax[cuda13]'}; to simulate devices: --devices 8xcpu"
+        f"--devices {kind}: JAX finds no {kind.upper()} here ({error.strip().partition(chr(10))[0]}). A TPU can be "
+        f"used by one process at a time; a matching driver comes with {driver}; to simulate devices: --devices 8xcpu"
     )
 
 

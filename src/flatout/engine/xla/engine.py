@@ -21,14 +21,22 @@ from flatout.config import Recipe
 from flatout.data.batches import EVALUATION_BATCH, Split, evaluation_batches, prefetch
 from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
-from flatout.engine.metrics import Counts
-from flatout.engine.recorder import Recorder
+from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.xla import optim
 from flatout.engine.xla.batches import HostBatches, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
+from flatout.engine.xla.functional import from_torch, to_torch
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import DeviceBatch, Evaluated, FrozenPrefix, Program, State, frozen_cut, to_array
+from flatout.engine.xla.program import (
+    Average,
+    DeviceBatch,
+    Evaluated,
+    FrozenPrefix,
+    Program,
+    State,
+    frozen_cut,
+    to_array,
+)
 from flatout.models.heads import Head, before_head
 from flatout.tasks import Task, task_of
 from flatout.utils.errors import InputError
@@ -40,17 +48,13 @@ STEPS_PER_DISPATCH = 16
 
 
 class XlaEngine:
-    """Trains a module on all devices of a mesh; see `Engine`.
+    """Trains a module on all devices of a mesh; see `Engine`, and `TorchEngine` for the arguments.
 
     Args:
         model: exported, never changed.
-        recipe: data.mean and data.std must be filled in.
         devices: the devices of all processes, grouped by process.
         world: the processes, one per host.
-        task: the task with the metrics of the user; None for the recipe's.
-        class_weights: see `Task.class_weights`; None for none.
         steps_per_dispatch: steps per program call; None to choose by the devices.
-        head: see the torch engine.
     """
 
     def __init__(
@@ -106,6 +110,10 @@ class XlaEngine:
 
     # --- programs -------------------------------------------------------------------------------------------------
 
+    @property
+    def _evaluation_batch(self) -> int:
+        return self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
+
     def program(self, batch: int, *, evaluates: bool = False) -> Program:
         """Return the functions for training batches of a size, or any for evaluation.
 
@@ -117,9 +125,7 @@ class XlaEngine:
                 self.model,
                 self.recipe,
                 batch=batch,
-                evaluation_batch=self.sharding.padded(
-                    min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size)
-                ),
+                evaluation_batch=self._evaluation_batch,
                 groups=self.sharding.size if self.recipe.norm == "per-device" else 1,
                 precision=self._precision,
                 cut=self.cut,
@@ -133,13 +139,7 @@ class XlaEngine:
         return self._program
 
     def compiled(
-        self,
-        program: Program,
-        table: jax.Array | None,
-        *,
-        steps: int | None = None,
-        evaluates: bool = False,
-        tta: bool = False,
+        self, program: Program, table: Any, *, steps: int | None = None, evaluates: bool = False, tta: bool = False
     ) -> Callable[..., Any]:
         """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
         key = program.batch, None if table is None else table.shape, steps, evaluates, tta
@@ -159,7 +159,7 @@ class XlaEngine:
         while len(self._in_flight) >= split.run_ahead:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
-        self._state, sums = function(self._state, put, *split.tables)
+        self._state, sums = function(self._state, put, *([] if split.table is None else [split.table]))
         self._sums.append(sums)
         self._in_flight.append(sums)
 
@@ -167,12 +167,14 @@ class XlaEngine:
         """Enqueue one evaluation batch of a split."""
         arrays = (group.images[0], group.targets[0], group.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
-        return self.compiled(program, split.table, evaluates=True, tta=tta)(self._state, *put, *split.tables)
+        return self.compiled(program, split.table, evaluates=True, tta=tta)(
+            self._state, *put, *([] if split.table is None else [split.table])
+        )
 
     def features(self, samples: Split, transforms: Transforms | None) -> Split:
         """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
         assert self.cut is not None
-        size = self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
+        size = self._evaluation_batch
         prefix, rows = FrozenPrefix(self.cut, self.recipe, size, self._precision), []
         weights = self.sharding.put_state((prefix.parameters, prefix.buffers), self.sharding.replicated)
         function = jax.jit(prefix, out_shardings=self.sharding.replicated)
@@ -204,8 +206,8 @@ class XlaEngine:
 
     def counts(self) -> tuple[Counts, int | None]:
         self.flush()
-        waiting, self._sums = self._sums, []
         self._in_flight.clear()
+        waiting, self._sums = self._sums, []
         steps = np.concatenate([np.atleast_2d(np.asarray(s)) for s in waiting]) if waiting else np.zeros((0, 4))
         bad = np.flatnonzero(~np.isfinite(steps[:, 0]))
         if len(bad) and self._first_bad_step is None:
@@ -271,7 +273,7 @@ class XlaEngine:
                 found[f"{prefix}.{name}"] = value.to(tensor.dtype)
         if state.average is not None:
             found["ema_steps"] = torch.from_numpy(np.array(state.average.steps))
-        for name, value in ({} if state.optimizer is None else optim.to_torch(state.optimizer)).items():
+        for name, value in ({} if state.optimizer is None else to_torch(state.optimizer)).items():
             found[f"optimizer.{name}"] = torch.from_numpy(np.array(value))
         return found
 
@@ -290,15 +292,10 @@ class XlaEngine:
             raise InputError(f"the checkpoint does not fit the model: {error}") from None
         fresh = self._program.initial_state()
         if fresh.average is not None and "ema_steps" in state:
-            names = {"trained": fresh.average.trained, "buffers": fresh.average.buffers}
-            fresh = fresh._replace(
-                average=fresh.average._replace(
-                    steps=to_array(state["ema_steps"]),
-                    **{part: {name: to_array(state[f"ema.{name}"]) for name in names[part]} for part in names},
-                )
-            )
+            parts: list[Any] = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
+            fresh = fresh._replace(average=Average(to_array(state["ema_steps"]), *parts))
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
-        self._put_state(fresh._replace(optimizer=optim.from_torch(fresh.optimizer, kept)))
+        self._put_state(fresh._replace(optimizer=from_torch(fresh.optimizer, kept)))
 
     def _put_state(self, state: State) -> None:
         self._state = self.sharding.put_state(state, self.sharding.of_state(state))
@@ -308,7 +305,6 @@ class XlaEngine:
         self._state = self._program = self._training = None
 
     def peak_memory_bytes(self) -> int | None:
-        """See `Engine.peak_memory_bytes`: the maximum over this process's devices."""
         if self.platform == "cpu":
             return None
         return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.sharding.local_devices)
@@ -325,11 +321,6 @@ def _all_finite(state: State) -> jax.Array:
 
 
 def _precision(wanted: str, platform: str) -> str:
-    """Return the number format for a recipe's `precision`.
-
-    Raises:
-        InputError: the platform lacks the format.
-    """
     formats = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32"), "gpu": ("tf32", "fp32", "bf16")}[platform]
     if wanted == "auto":
         return formats[0]

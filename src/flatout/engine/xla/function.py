@@ -1,4 +1,4 @@
-"""A torch module as a pure JAX function.
+"""A torch module, or a Keras model, as a pure JAX function.
 
 `torch.export` records the module's operations for a batch of fixed size; each is computed by torchax's JAX lowering or
 by ours: batch normalisation that ignores padding, max pooling, dropout from a key.
@@ -21,20 +21,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.utils.errors import InputError
+from flatout.models.keras import KerasModule, counting
+from flatout.utils.errors import InputError, first_line
 
 aten = torch.ops.aten
 
 
 class SampleMask(NamedTuple):
-    """The mask of real samples of a batch.
+    """The real samples of a batch, and the number of its equal parts with separate batch statistics."""
 
-    Attributes:
-        mask: float32 [B], 1 for a real sample and 0 for padding.
-        groups: the number of equal parts of the batch with separate batch statistics.
-    """
-
-    mask: jax.Array
+    mask: jax.Array  # float32 [B], 0 for padding
     groups: int = 1
 
 
@@ -45,7 +41,6 @@ class Keys:
         self._key = key
 
     def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
-        """Return a key that is unique to an operation."""
         if self._key is None:
             raise TypeError("the module draws random numbers: pass a key")
         self._key, key = jax.random.split(self._key)
@@ -186,6 +181,8 @@ OWN: dict[object, Callable[..., Any]] = {
 Array = jax.Array | np.ndarray
 Arrays = Mapping[str, Array]
 
+# The folders of torch and of this module.
+_NOT_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 # The operations of matrix units, which run in bfloat16 if requested.
 _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm})
 
@@ -198,9 +195,6 @@ class Function:
         inputs: example inputs; their first dimension is the batch.
         name: the module's name, for messages.
         precision: "bf16" to compute products in bfloat16.
-
-    Attributes:
-        output_shapes: the shape of each output array.
 
     Raises:
         InputError: the module cannot be exported, or uses an operation without a lowering; the message names file and
@@ -259,20 +253,11 @@ class Function:
             for node in self._steps:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
                 if self._is_bf16 and _packet(node.target) in _PRODUCTS:
-                    args = [_narrowed(argument) for argument in args]
+                    args = [a.astype(jnp.bfloat16) if getattr(a, "dtype", None) == jnp.float32 else a for a in args]
                 values[node.name] = self._lowerings[node](call, *args, **kwargs)
-        new_buffers = dict(buffers)
-        outputs = []
-        for name in self._results:
-            if name in self._mutated:
-                buffer = self._mutated[name]
-                new_buffers[buffer] = values[name].astype(buffers[buffer].dtype)
-            else:
-                outputs.append(values[name])
-        return (outputs[0] if len(outputs) == 1 else tuple(outputs)), new_buffers
-
-
-# --- lowerings ------------------------------------------------------------------------------------------------------
+        new = {buffer: values[name].astype(buffers[buffer].dtype) for name, buffer in self._mutated.items()}
+        outputs = tuple(values[name] for name in self._results if name not in self._mutated)
+        return (outputs[0] if len(outputs) == 1 else outputs), {**buffers, **new}
 
 
 def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
@@ -292,18 +277,8 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
             f"model {name}: {_where(node)} uses {target}, which --engine xla does not support; "
             "use --engine torch, or another operation"
         )
-    function = found.func
-    if found.needs_env:
-        return lambda call, *args, **kwargs: function(*args, env=call.keys, **kwargs)
-    return lambda call, *args, **kwargs: function(*args, **kwargs)
-
-
-def _narrowed(argument: Any) -> Any:
-    is_wide = getattr(argument, "dtype", None) == jnp.float32
-    return argument.astype(jnp.bfloat16) if is_wide else argument
-
-
-# --- the graph ------------------------------------------------------------------------------------------------------
+    function, needs_keys = found.func, found.needs_env
+    return lambda call, *args, **kwargs: function(*args, **kwargs, **({"env": call.keys} if needs_keys else {}))
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> torch.export.ExportedProgram:
@@ -319,10 +294,8 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> t
             program = torch.export.export(module, inputs, strict=False)
             return program.run_decompositions(table)
     except Exception as error:
-        what = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InputError(
-            f"model {name}: cannot be compiled by XLA: {what}{_line_of(error)}; use --engine torch"
-        ) from error
+        said = f"cannot be compiled by XLA: {first_line(error)}{_line_of(error)}"
+        raise InputError(f"model {name}: {said}; use --engine torch") from error
 
 
 def import_lowerings() -> None:
@@ -341,13 +314,8 @@ def import_lowerings() -> None:
 
 def _line_of(error: BaseException) -> str:
     """Return the line of the user's code that raised an error, for a message; empty if unknown."""
-    own = (_own_folder(torch.__file__), _own_folder(__file__), "<")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_NOT_USERS, "<"))]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _own_folder(file: str) -> str:
-    return f"{Path(file).parent}{os.sep}"
 
 
 def _where(node: torch.fx.Node) -> str:
@@ -356,9 +324,68 @@ def _where(node: torch.fx.Node) -> str:
     path, kind = layers[-1] if layers else ("", "")
     layer = f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
     trace = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
-    places = [line for line in trace if line.startswith("File ") and _own_folder(torch.__file__) not in line]
+    places = [line for line in trace if line.startswith("File ") and _NOT_USERS[0] not in line]
     return f"{layer}, {places[-1].partition(', in ')[0]}," if places else layer
 
 
 def _packet(target: Any) -> Any:
     return getattr(target, "overloadpacket", target)
+
+
+class KerasFunction:
+    """A Keras model as a pure function of JAX arrays; see `Function`.
+
+    Random numbers depend only on the key of the call, so a run is reproducible from its seed.
+
+    Raises:
+        InputError: Keras cannot run the model under jit, or the model adds to the loss.
+    """
+
+    def __init__(
+        self, module: KerasModule, inputs: tuple[torch.Tensor, ...], *, name: str, precision: str = "fp32"
+    ) -> None:
+        self._network, self._is_training = module.network(precision=precision), module.training
+        shapes = {n: jax.ShapeDtypeStruct(t.shape, t.numpy().dtype) for n, t in module.state_dict().items()}
+        images = jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32)
+        try:
+            logits, _, losses = jax.eval_shape(self._call, shapes, images, jax.random.key(0))
+        except Exception as error:  # user-defined layers may raise anything
+            raise InputError(f"model {name}: fails under XLA: {type(error).__name__}: {first_line(error)}") from error
+        if losses:
+            raise InputError(f"model {name}: adds terms to the loss (add_loss, regularizers), which is not supported")
+        self.output_shapes = [logits.shape]
+
+    def __call__(
+        self,
+        parameters: Arrays,
+        buffers: Arrays,
+        images_BCHW: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        mask: SampleMask | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Return the logits [B, K], and the new buffers; for the arguments see `Function`."""
+        if mask is not None and mask.groups > 1 and buffers:
+            raise InputError("norm = 'per-device': Keras models normalise by the whole batch; use norm = 'global'")
+        with counting(None if mask is None else mask.mask > 0):
+            logits, others, _ = self._call({**parameters, **buffers}, images_BCHW, key)
+        new = {n: others[n].astype(buffer.dtype) if n in others else buffer for n, buffer in buffers.items()}
+        return logits, new
+
+    def _call(
+        self, values: Arrays, images_BCHW: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]:
+        """Return logits, the new values of the variables that are not trained, and the model's own losses."""
+        model, trainable, others = self._network
+        generators = others.count(None)
+        # Keras requires every generator's state, even if unused.
+        keys = jax.random.split(jax.random.key(0) if key is None else key, max(1, generators))
+        seeds = iter(jax.random.key_data(keys))
+        logits, after, losses = model.stateless_call(
+            [values[name] for name in trainable],
+            [next(seeds) if name is None else values[name] for name in others],
+            images_BCHW.transpose(0, 2, 3, 1),
+            training=self._is_training,
+            return_losses=True,
+        )
+        return logits, {n: value for n, value in zip(others, after, strict=True) if n is not None}, losses

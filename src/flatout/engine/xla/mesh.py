@@ -79,12 +79,7 @@ class MeshSharding:
         return shardings._replace(learning_rate=self.replicated, seed=self.replicated)
 
     def lower_step(
-        self,
-        program: Program,
-        state: State,
-        *,
-        steps: int | None = None,
-        table: jax.Array | None = None,
+        self, program: Program, state: State, *, steps: int | None = None, table: jax.Array | None = None
     ) -> jax.stages.Lowered:
         """Return the training step, ready to be compiled for the devices.
 
@@ -94,33 +89,35 @@ class MeshSharding:
             table: the images on the devices; None if they are streamed from the host.
         """
         inputs = program.example_inputs(is_resident=table is not None, steps=steps)
-        of_state, tables = self.of_state(state), () if table is None else (table,)
-        jitted = jax.jit(
-            program.train_step if steps is None else program.train_steps,
-            in_shardings=(
-                of_state,
-                self.of_inputs(inputs, stacked=steps is not None),
-                *[self.replicated] * len(tables),
-            ),
-            out_shardings=(of_state, self.replicated),
-            donate_argnums=0,
-        )
-        with program.matmul_precision():
-            return jitted.lower(_shapes(state), inputs, *tables)
+        step = program.train_step if steps is None else program.train_steps
+        shardings = self.of_inputs(inputs, stacked=steps is not None)
+        results = self.of_state(state), self.replicated
+        return self._lower(program, step, state, [inputs], [shardings], table, out_shardings=results, donate_argnums=0)
 
     def lower_evaluation(
         self, program: Program, state: State, *, table: jax.Array | None = None, tta: bool = False
     ) -> jax.stages.Lowered:
         """Return the evaluation of a batch, ready to be compiled; see `lower_step` and `Program.evaluate`."""
         inputs = program.example_inputs(is_resident=table is not None, batch=program.evaluation_batch)
-        tables = () if table is None else (table,)
-        jitted = jax.jit(
-            functools.partial(program.evaluate, tta=tta),
-            in_shardings=(self.of_state(state), *[self.split] * 3, *[self.replicated] * len(tables)),
-            out_shardings=self.replicated,
-        )
+        arrays = [inputs.images, inputs.targets, inputs.weights]
+        evaluate = functools.partial(program.evaluate, tta=tta)
+        return self._lower(program, evaluate, state, arrays, [self.split] * 3, table, out_shardings=self.replicated)
+
+    def _lower(
+        self,
+        program: Program,
+        function: Any,
+        state: State,
+        inputs: list[Any],
+        shardings: list[Any],
+        table: jax.Array | None,
+        **options: Any,
+    ) -> jax.stages.Lowered:
+        tables = [] if table is None else [table]
+        of_inputs = (self.of_state(state), *shardings, *[self.replicated] * len(tables))
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
         with program.matmul_precision():
-            return jitted.lower(_shapes(state), inputs.images, inputs.targets, inputs.weights, *tables)
+            return jax.jit(function, in_shardings=of_inputs, **options).lower(shapes, *inputs, *tables)
 
     def _of(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array of the state: replicated, or sliced along its longest divisible dimension."""
@@ -128,7 +125,3 @@ class MeshSharding:
         if not self._is_sliced or not even:
             return self.replicated
         return NamedSharding(self._mesh, PartitionSpec(*[None] * -max(even)[1], AXIS))
-
-
-def _shapes(state: State) -> Any:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)

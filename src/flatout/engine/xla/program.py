@@ -8,6 +8,7 @@ Shape letters: B batch, padded to equal parts per device, H height, W width, C c
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,8 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.engine import augment, pixels
-from flatout.engine.xla import optim
-from flatout.engine.xla.augment import Augmentation, mix
-from flatout.engine.xla.function import Function, SampleMask
-from flatout.engine.xla.keras import KerasFunction
+from flatout.engine.xla.function import Function, KerasFunction, SampleMask
+from flatout.engine.xla.functional import Augmentation, build_optimizer, mix
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
@@ -98,9 +97,7 @@ class Program:
 
     Args:
         model: with the initial weights; it is not changed.
-        recipe: data.mean and data.std must be filled in.
-        batch: samples in a training batch, padding included.
-        evaluation_batch: samples in an evaluation batch, padding included.
+        batch, evaluation_batch: samples in a batch of training and of evaluation, padding included.
         groups: parts of the batch with separate batch statistics; 1 for global ones.
         precision: "fp32", "tf32" or "bf16".
         cut: from `frozen_cut`; images are then the output of its prefix, float32 with channels last.
@@ -125,7 +122,7 @@ class Program:
         self.task, self._target_shape = task_of(recipe), target_shape
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
-        self._optimizer = optim.build(recipe.optimizer)
+        self._optimizer = build_optimizer(recipe.optimizer)
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
         self._networks: dict[tuple[int, ...], _Network] = {}
@@ -141,7 +138,6 @@ class Program:
             self._stored = (*self._read[1:], self._read[0]), np.float32
 
     def _training(self, shape: tuple[int, ...]) -> "_Network":
-        """Return the network for training batches of a shape."""
         if shape not in self._networks:
             set_train_mode(self._model, self._recipe.norm)
             network = self._cut.train_suffix if self._cut else self._model
@@ -216,10 +212,7 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
-        """Update the state from one batch.
-
-        Args:
-            table: uint8 or uint16 [N, H, W, C], the images, if `inputs.images` are row indices; else None.
+        """Update the state from one batch, whose images are in `table` [N, H, W, C] if `inputs` has their rows.
 
         Returns:
             The new state; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
@@ -282,7 +275,7 @@ class Program:
         *,
         tta: bool = False,
     ) -> Evaluated:
-        """Return the results of one batch; for the arguments see `DeviceBatch`; `mask` [B] is 0 for padding.
+        """Return the results of one batch, see `DeviceBatch`; `mask` [B] is 0 for padding.
 
         With `tta`, probabilities are averaged over `augment.tta_views`.
         """
@@ -296,7 +289,8 @@ class Program:
         if tta:
             views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
             logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
-            logits = averaged(self.task, logits_VBK)
+            views_mean = Function(_Traced(self.task.averaged), (example(*logits_VBK.shape),), name="views")
+            logits = views_mean({}, {}, logits_VBK)[0]
             seen = [features for _, features in views if features is not None]
             features = jnp.stack(seen).mean(axis=0) if seen else None
         else:
@@ -308,11 +302,7 @@ class Program:
 
 
 class FrozenPrefix:
-    """The frozen prefix of a model as a JAX function of stored images in batches of one size.
-
-    Attributes:
-        parameters, buffers: by name, on the host.
-    """
+    """The frozen prefix of a model as a JAX function of stored images in batches of one size."""
 
     def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
         x = example(batch, recipe.channels, *recipe.image_sides)
@@ -338,15 +328,14 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
     return cut_frozen_prefix(model)
 
 
-class _Network:
+class _Network(NamedTuple):
     """The model after its frozen prefix, and its loss, as JAX functions of batches of one shape."""
 
-    def __init__(self, model: Any, head: Function) -> None:
-        self.model, self._head = model, head
+    model: Any
+    head: Function
 
     def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
-        """Return the outputs of the function of `head_of`."""
-        return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
+        return self.head({}, {}, logits.astype(jnp.float32), targets)[0]
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:
@@ -354,22 +343,15 @@ def _images(images: Array, table: jax.Array | None) -> Any:
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
 
 
-class _LossHead(nn.Module):
-    """Losses, step metrics, predictions and probabilities of a task, computed from logits."""
+class _Traced(nn.Module):
+    """A function of tensors as a module, to be exported."""
 
-    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._task = task
-        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
+        self._function = function
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        losses = self._task.per_sample(logits, targets, self._class_weights)
-        return (
-            losses,
-            self._task.step_metrics(logits, targets),
-            self._task.predicted(logits),
-            self._task.probabilities(logits),
-        )
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self._function(*inputs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -380,25 +362,15 @@ def head_of(
 
     Training and evaluation share one if their batches have the same size.
     """
+    weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def results(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        losses = task.per_sample(logits, targets, weights)
+        return losses, task.step_metrics(logits, targets), task.predicted(logits), task.probabilities(logits)
+
     dtype = torch.float32 if task.mixes_targets else torch.int64
     examples = example(*logits_shape), example(logits_shape[0], *target_shape, dtype=dtype)
-    return Function(_LossHead(task, class_weights), examples, name="loss")
-
-
-def averaged(task: Task, logits_VBK: jax.Array) -> jax.Array:
-    """Return logits [B, K] averaged over the views."""
-    return Function(_Averaged(task), (example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
-
-
-class _Averaged(nn.Module):
-    """Logits [B, K] averaged over views [V, B, K]."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._task = task
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._task.averaged(logits)
+    return Function(_Traced(results), examples, name="loss")
 
 
 def example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
