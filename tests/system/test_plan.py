@@ -16,15 +16,13 @@ import psutil
 import pytest
 from PIL import Image
 
-from flatout.analysis.plan import find_work, format_plan
+from flatout.analysis.plan import draw_plan, find_work, format_plan
 from flatout.analysis.roofline import (
     GENERATIONS,
-    MAX_COMPILATIONS,
-    MEMORY_SHARE,
     Topology,
     Work,
+    estimate,
     estimate_row,
-    find_largest_batch,
     parse_topologies,
 )
 from flatout.analysis.tpu import collectives, needed_bytes
@@ -104,34 +102,20 @@ def test_every_slice_in_the_table_can_be_named() -> None:
         assert [slice.name for slice in parse_topologies(" , ".join(names))] == names
 
 
-@pytest.mark.parametrize("batch", [64, 5_000, 90_000, 40_000_000])
-@pytest.mark.parametrize(("fixed", "per_image"), [(1e9, 2e5), (0, 1.5e6), (15e9, 1e3)])
-def test_the_search_for_the_largest_batch(fixed: float, per_image: float, batch: int) -> None:
-    four = topology("v5e:2x2")
-    limit = MEMORY_SHARE * four.memory_bytes
-    tried = []
-
-    def compile_step(topology: Topology, batch: int) -> dict[str, Any]:
-        tried.append(batch)
-        needed = fixed + per_image * batch / topology.devices
-        return {"fits": needed <= limit, "needed_bytes": needed}
-
-    largest = find_largest_batch(compile_step, four, batch)
-    assert largest in tried
-    assert largest is not None
-    assert largest % 4 == 0
-    assert 0.9 * limit < fixed + per_image * largest / 4 <= limit
-    assert len(tried) <= MAX_COMPILATIONS
-
-
 def test_a_job_that_fits_its_head_alone_has_a_rate_and_takes_no_time() -> None:
     row = estimate_row(make_work(1000, epochs=0, linear_probe=True), topology("v5e:2x4"), compiled())
     assert (row["images_per_second"], row["job_seconds"]) == (pytest.approx(1e6), 0)
 
 
-def test_no_batch_fits() -> None:
-    refused = {"fits": False, "needed_bytes": 0}
-    assert find_largest_batch(lambda topology, batch: refused, topology("v5e:2x2"), 64) is None
+def test_a_batch_that_does_not_fit_is_reported(tmp_path: Path) -> None:
+    refused = compiled(fits=False, needed_bytes=20 * 2**30)
+    planned = estimate(make_work(1000), [topology("v5e:2x2")], lambda topology: refused, price=None)
+    (row,) = planned["topologies"]
+    assert "images_per_second" not in row
+    head = {"job": "mine", "model": "cnn", "batch_size": 1000, "epochs": 1, "images": 9, "classes": 2, "data": ""}
+    assert "20 GiB of 16 GiB  does not fit" in "\n".join(format_plan({**head, **planned, "out": ""}))
+    draw_plan(tmp_path / "plan.png", {**head, **planned})
+    assert is_a_picture(tmp_path / "plan.png")
 
 
 def test_a_short_last_batch_counts_unless_it_is_dropped() -> None:
@@ -178,7 +162,7 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
         (["--topology", "v5e:2x4", "--data", "nowhere"], "nowhere"),
         (["--topology", "v9:2x4"], "v2:"),
         (["--topology", "v5e:3x3"], "2x2, 2x4, 4x4"),
-        (["--topology", "v5e:2x4,v5e:2x4"], "v5e:2x4 is named twice"),
+        (["--topology", "v5e:2x4,v5e:2x4"], "a topology is named twice"),
         (["--topology", "v5e:2x4", "--price", "nan"], "--price nan"),
         (["--topology", "v5e:2x4", "--images", "0"], "--images 0"),
     ],
@@ -254,8 +238,6 @@ def test_a_step_is_compiled_and_its_figures_are_kept(small: tuple[dict[str, Any]
     result, errors, folder = small
     check_step(result)
     assert result["estimate"] is True
-    assert [row["chips"] for row in result["scaling"]] == [2**n for n in range(9)]
-    assert (result["scaling_of"], result["scaling"][0]["efficiency"]) == ("v5e:2x2", 1.0)
     assert errors.splitlines() == [f"compiling {result['model']}, batch 66, for v5e:2x2"]
     assert is_a_picture(folder / "out" / "plan.png")
     text = "\n".join(format_plan(result))
@@ -297,22 +279,6 @@ def test_other_generations_and_sizes(tmp_path: Path) -> None:
     assert (rows[1]["collectives"], rows[1]["seconds"]["interconnect"]) == ([], 0.0)
     # 64 images on 256 chips: three of four chips compute padding.
     assert (rows[0]["batch_padded"], rows[0]["padding_fraction"]) == (256, 0.75)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real compiler's refusal; programs this large take it a minute each, so the search stops at once."""
-    monkeypatch.setattr("flatout.analysis.roofline.MAX_COMPILATIONS", 0)
-    job = ["digits", "--images", "60000000", "--classes", "10", "--topology", "v5e:2x2"]
-    result, errors = run(*job, "--batch-size", "40000000", out=tmp_path / "plan")
-    (row,) = result["topologies"]
-    assert row["fits"] is False
-    assert "images_per_second" not in row
-    assert row["needed_bytes"] > row["memory_bytes"]
-    assert result["scaling"] == []
-    assert errors.count("compiling") == 1
-    assert row["largest_batch"] is None
 
 
 @needs_compiler

@@ -5,7 +5,6 @@ Steps are compiled or traced for hardware that this machine lacks; see docs/plan
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,6 @@ def plan(
     images: int | None = None,
     classes: int | None = None,
     price: float | None = None,
-    largest_batch: bool = False,
     allow_code: bool = False,
     out: Path | None = None,
     console: Console,
@@ -63,14 +61,26 @@ def plan(
         inference: plan predictions instead of training, on GPUs.
         images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
         price: the price of one chip for an hour, in any currency.
-        largest_batch: search for the largest batch that fits, even if the job's batch does.
         job, data, changes, allow_code, out: see `fit` and `Options`.
 
     Raises:
         InputError: an argument is wrong, or the model cannot be compiled.
         TrainingFailed: the devices or the compiler failed, or memory was insufficient.
     """
-    _check_flags(topologies, gpus, price, inference)
+    if topologies is None and gpus is None:
+        raise InputError(
+            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
+            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
+        )
+    if topologies is not None and gpus is not None:
+        raise InputError("--gpu and --topology: give one of them")
+    if price is not None and not (price > 0 and math.isfinite(price)):
+        raise InputError(f"--price {price:g}: must be greater than 0")
+    if inference and gpus is None:
+        raise InputError("--inference: requires --gpu")
+    for flag, value in (("--images", images), ("--classes", classes)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value}: must be at least 1")
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
     chosen = parse_topologies(topologies) if topologies is not None else []
@@ -86,7 +96,7 @@ def plan(
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
         with tpu_compiler(work, allow_code, console) as compile_step:
-            planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
+            planned = estimate(work, chosen, compile_step, price)
     recipe = work.recipe
     result = {
         "job": recipe.job,
@@ -105,28 +115,7 @@ def plan(
     return {**result, "out": str(out)}
 
 
-def _check_flags(topologies: str | None, gpus: str | None, price: float | None, inference: bool) -> None:
-    if topologies is None and gpus is None:
-        raise InputError(
-            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
-            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
-        )
-    if topologies is not None and gpus is not None:
-        raise InputError("--gpu and --topology: give one of them")
-    if price is not None and not (price > 0 and math.isfinite(price)):
-        raise InputError(f"--price {price:g}: must be greater than 0")
-    if inference and gpus is None:
-        raise InputError("--inference: requires --gpu")
-
-
 # --- the work of a job ------------------------------------------------------------------------------------------------
-
-
-def check_sizes(images: int | None, classes: int | None) -> None:
-    """Raise InputError if a number of images or classes is not positive."""
-    for flag, value in (("--images", images), ("--classes", classes)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}: must be at least 1")
 
 
 def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int | None) -> Work:
@@ -139,7 +128,6 @@ def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int |
 
     if "model" not in changes or images is None or classes is None:
         raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
-    check_sizes(images, classes)
     check_name(changes["model"])
     recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
     recipe = recipe.override({"optimizer.name": "momentum", **changes})
@@ -160,7 +148,6 @@ def find_work(
     Raises:
         InputError: the size is unknown; or see `resolve`.
     """
-    check_sizes(images, classes)
     recipe = None
     if job in builtin_jobs():
         recipe = load_job(job).override(changes)
@@ -232,13 +219,12 @@ def _format_estimate(result: Row) -> list[str]:
         "* limits the step. All figures are upper bounds of the speed: the compiler's counts at the chip's peak rates.",
         "  Real steps take longer; reading images, starting steps and evaluation are not included: docs/plan.md.",
     ]
-    for row in result["topologies"]:
-        lines += [f"{row['topology']}: {remark}." for remark in _remarks(result, row)]
-    if result["scaling"]:
-        shown = [row for row in result["scaling"] if row["chips"] in (1, 4, 16, 64, 256)]
-        parts = ", ".join(f"{row['chips']}: {row['efficiency']:.0%}" for row in shown)
-        kind = result["scaling_of"].partition(":")[0]
-        lines.append(f"Efficiency of the same batch by number of {kind} chips: {parts}.")
+    lines += [
+        f"{row['topology']}: {row['devices']} devices cannot share a batch of {result['batch_size']:,} evenly; "
+        f"{row['padding_fraction']:.1%} of the work is padding. A batch of {row['batch_padded']:,} costs the same."
+        for row in result["topologies"]
+        if row["padding_fraction"] > 0
+    ]
     return lines
 
 
@@ -266,22 +252,6 @@ def _format_gpus(result: Row) -> list[str]:
 
 def _money(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 else f"{amount:.2g}"
-
-
-def _remarks(result: Row, row: Row) -> list[str]:
-    found, batch, largest = [], f"{result['batch_size']:,}", row.get("largest_batch")
-    if "largest_batch" in row and largest is None:
-        found.append("no batch was found to fit; try a generation with more memory, or --set shard=full")
-    elif largest is not None and row["fits"]:
-        found.append(f"the largest batch that fits is about {largest:,}")
-    elif largest is not None:
-        found.append(f"a batch of {batch} does not fit; the largest that does is about {largest:,}")
-    if row["padding_fraction"] > 0:
-        found.append(
-            f"{row['devices']} devices cannot share a batch of {batch} evenly; {row['padding_fraction']:.1%} of the"
-            f" work is padding. A batch of {row['batch_padded']:,} costs the same"
-        )
-    return found
 
 
 def _bytes(count: float) -> str:
@@ -315,10 +285,12 @@ def draw_plan(path: Path, result: Row) -> None:
     if "gpus" in result:
         _draw_gpus(left, right, result["gpus"])
     else:
-        style.style_panel(left, "Images per second, upper bound", "chips")
+        style.style_panel(left, "Images per second, upper bound")
         style.style_panel(right, "Step time by limit; the longest decides")
         if fitting := [row for row in result["topologies"] if row["fits"]]:
-            _draw_throughput(left, fitting, result["scaling"])
+            names, rates = ([row[key] for row in fitting] for key in ("topology", "images_per_second"))
+            style.draw_bars(left, names, rates, style.plain)
+            style.start_at_zero(left, headroom=0.1)
             _draw_steps(right, fitting)
         else:
             for axes in (left, right):
@@ -331,9 +303,8 @@ def _draw_gpus(left: "Axes", right: "Axes", rows: Sequence[Row]) -> None:
     style.style_panel(left, f"Images per second (expected error {rows[0]['expected_error_90']:.0%})")
     style.style_panel(right, "Share of the step by limit")
     rates = [row["images_per_second"] for row in rows]
-    off = [row["expected_error_90"] for row in rows]
-    spreads = [{"median": r, "min": r * (1 - e), "max": r * (1 + e)} for r, e in zip(rates, off, strict=True)]
-    style.draw_bars(left, names, spreads, style.plain)
+    errors = [row["images_per_second"] * row["expected_error_90"] for row in rows]
+    style.draw_bars(left, names, rates, style.plain, errors)
     style.start_at_zero(left, headroom=0.1)
     below = np.zeros(len(rows))
     for limit, colour in GPU_LIMITS.items():
@@ -343,25 +314,6 @@ def _draw_gpus(left: "Axes", right: "Axes", rows: Sequence[Row]) -> None:
     style.name_ticks(right, names)
     style.start_at_zero(right, headroom=0.25)
     style.add_legend(right, loc="upper left", ncols=4)
-
-
-def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row]) -> None:
-    chips = sorted({row["chips"] for row in curve or fitting})
-    if curve:
-        rates = [row["images_per_second"] for row in curve]
-        ideal = [rates[0] * row["chips"] / curve[0]["chips"] for row in curve]
-        axes.plot(chips, ideal, color=style.MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
-        axes.plot(chips, rates, color=style.RIGHT, linewidth=1.8)
-    for marker, row in zip(cycle("os^Dv"), fitting, strict=False):
-        # Values are in the legend: labels at the points would hide the curve.
-        label = f"{row['topology']}  ≤ {style.plain(row['images_per_second'])}"
-        axes.plot(row["chips"], row["images_per_second"], marker, color=style.RIGHT, markersize=5.5, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(chips, [str(n) for n in chips])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    style.add_legend(axes, loc="upper left")
 
 
 def _draw_steps(axes: "Axes", fitting: Sequence[Row]) -> None:

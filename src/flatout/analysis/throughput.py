@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
-from flatout.analysis.output import spread
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.devices import machine
@@ -155,8 +154,8 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
         for steps, _ in timed.values():
             stack.callback(steps.close)
         rates, communication = _measure_in_turn(timed, engine)
-        spreads = {name: spread(found) for name, found in rates.items()}
         medians = {name: statistics.median(found) for name, found in rates.items()}
+        spreads = {n: {"median": medians[n], "min": min(found), "max": max(found)} for n, found in rates.items()}
         limit = "input" if medians["input"] < medians["compute"] else "compute"
         # Of the same round, in which a slow machine affects both equally.
         shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]

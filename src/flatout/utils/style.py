@@ -7,7 +7,7 @@ import io
 import math
 import unicodedata
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,22 +105,13 @@ def add_message(axes: "Axes", text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
 
 
-def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None:
-    """Return matplotlib's error bars from the medians to minimum and maximum; None if nothing was repeated."""
-    if all(f["min"] == f["max"] for f in figures):
-        return None
-    return [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
-
-
 def draw_bars(
-    axes: "Axes", names: Sequence[str], figures: Sequence[Mapping[str, float]], text: Callable[[float], str]
+    axes: "Axes", names: Sequence[str], values: Sequence[float], text: Callable[[float], str], errors: Any = None
 ) -> None:
-    """Draw a bar for each median, a whisker from minimum to maximum, the value above and the name below."""
-    medians = [figure["median"] for figure in figures]
-    errors = {"ecolor": MUTED, "capsize": 3}
-    axes.bar(range(len(names)), medians, yerr=whiskers(figures), width=0.55, color=RIGHT, error_kw=errors)
-    for position, figure in enumerate(figures):
-        add_label(axes, position, figure["max"], text(figure["median"]))
+    """Draw a bar for each value, optionally with an error in both directions, the value above and the name below."""
+    axes.bar(range(len(names)), values, yerr=errors, width=0.55, color=RIGHT, error_kw={"ecolor": MUTED, "capsize": 3})
+    for position, value in enumerate(values):
+        add_label(axes, position, value if errors is None else value + errors[position], text(value))
     name_ticks(axes, names)
 
 
