@@ -16,8 +16,7 @@ import numpy as np
 from flatout.engine.pixels import centre
 from flatout.report import pictures
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
-from flatout.report.stages import stages
-from flatout.report.verdict import CHECKED
+from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, confusion, task_named
 from flatout.utils.console import duration
 from flatout.utils.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run

@@ -1,4 +1,7 @@
-"""The verdict on a run: findings in plain sentences, each with advice; each rule yields at most one."""
+"""What a run did and how well, in words: its stages, and the verdict.
+
+The verdict's findings are plain sentences, each with advice; each rule yields at most one.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,14 +10,11 @@ from typing import Any
 from flatout.config import Recipe
 from flatout.engine.schedule import scaled_rate
 from flatout.tasks import task_of
+from flatout.utils.console import counted, duration
 from flatout.utils.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0
-# A training loss above this share of ln K, the loss of uniform predictions, has hardly begun to fall.
-UNTRAINED_SHARE = 0.97
-# An accuracy this close to guessing is useless, even if it is not luck.
-NEAR_CHANCE = 0.05
 # Fewer test images than this cannot tell luck from skill.
 MIN_TEST_IMAGES = 20
 # A model that has learnt its training images is far above guessing on them: by half, and by more than a typical gap.
@@ -35,8 +35,6 @@ RISING_LOSS_FACTOR, RISING_LOSS_EPOCHS = 1.1, 2
 STILL_IMPROVING = 0.01
 # Two epochs show no trend. Above this accuracy no advice is needed.
 FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
-# Images from this size on, in colour, are usually photos, for which published weights exist.
-PHOTO_PIXELS = 64
 # The narrowest network of generated recipes.
 SMALLEST_MODEL = "fast-cnn-16"
 # A loss above twice ln K is worse than uniform predictions. It may also occur in the first steps of a sound run.
@@ -69,7 +67,7 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
     if not learning:
-        rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _no_pretraining, _unpredicted)
+        rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _unpredicted)
         learning = [sentence for rule in rules for sentence in rule(run)]
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
@@ -84,7 +82,6 @@ class _Run:
         self.train = finite(self.last.get("train_accuracy"))
         self.test, self.valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
         self.held_out, self.split = (self.valid, "validation") if self.test is None else (self.test, "test")
-        self.is_pretrained = bool(recipe.pretrained or recipe.weights)
 
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
@@ -148,14 +145,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
     finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
-        # Barely above chance: the training loss shows more reliably whether anything was learnt.
-        loss, uniform = finite(run.last.get("train_loss")), math.log(classes)
-        is_untrained = loss is not None and UNTRAINED_SHARE * uniform < loss <= DIVERGED_FACTOR * uniform
-        if is_untrained and accuracy <= guess + NEAR_CHANCE:
-            yield (
-                f"{finding} is close to chance for {classes} classes: the training loss, {loss:.3f}, is still about"
-                f" that of guessing, {uniform:.3f}. {_learning_rate_advice(run.recipe)}"
-            )
         return
     if accuracy > guess + 0.01:
         how += f", within ± {spread:.3f} on {count:,} images"
@@ -204,7 +193,7 @@ def _overfitting(run: _Run) -> Iterator[str]:
     advice = {
         "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
         "optimizer.weight_decay": not run.recipe.optimizer.weight_decay,
-        "pre-trained weights": not run.is_pretrained,
+        "pre-trained weights": not (run.recipe.pretrained or run.recipe.weights),
     }
     what = [name for name, is_new in advice.items() if is_new] or ["more images"]
     if run.recipe.model != SMALLEST_MODEL:
@@ -268,17 +257,6 @@ def _more_epochs(run: _Run) -> Iterator[str]:
         )
 
 
-def _no_pretraining(run: _Run) -> Iterator[str]:
-    is_impossible = any("random weights" in str(note) for note in run.summary.get("notes") or ())
-    is_photo = run.recipe.channels == 3 and min(run.recipe.image_sides) >= PHOTO_PIXELS
-    is_advisable = is_photo and not run.is_pretrained and not is_impossible
-    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_advisable:
-        yield (
-            f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"
-            " accuracy considerably: --model timm:resnet18 --set pretrained=true."
-        )
-
-
 def _unpredicted(run: _Run) -> Iterator[str]:
     pairs = zip(run.counts("test_class"), run.counts("test_predicted"), strict=False)
     missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= MIN_CLASS_IMAGES]
@@ -305,3 +283,54 @@ def _input_wait(run: _Run) -> Iterator[str]:
         if run.recipe.data.placement == "disk":
             advice = "--set data.placement=memory avoids reading from the disk"
         yield f"{share:.0%} of the training time was spent waiting for images: {advice}."
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return name, layers and time of each stage, in words; the time is empty if a stage took none.
+
+    Nothing is returned for a run in which all layers train from random weights.
+
+    Args:
+        summary: the content of `summary.json`.
+        recipe: nested plain values at the end of the run.
+    """
+    times = summary.get("time_seconds") or {}
+    source = f"the weights {recipe['weights']}" if recipe.get("weights") else ""
+    if recipe.get("pretrained") and not source:
+        source = f"the published weights of {recipe.get('model')}"
+    if not source and "head" not in times:
+        return []
+    rows = [("pre-trained", f"the layers before the head: {source}" if source else "none: random weights", "")]
+    if "head" in times:
+        is_mirrored = recipe.get("tta") and (recipe.get("augment") or {}).get("flip")
+        once = "once for each image" + " and its mirror image" * bool(is_mirrored)
+        rows.append(("features", f"the layers before the head, frozen: their output is computed {once}", "features"))
+        rows.append(("head", "the head is fitted to the features" + _fitted(summary), "head"))
+    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), "train"))
+    kept = summary.get("kept_epoch")
+    rows.append(("evaluation", "the fitted head" if kept == 0 else f"the weights of epoch {kept or '—'}", "evaluate"))
+    seconds = [finite(times.get(key)) for *_, key in rows]
+    return [
+        (name, layers, duration(spent) if spent else "") for (name, layers, _), spent in zip(rows, seconds, strict=True)
+    ]
+
+
+def _fitted(summary: Mapping[str, Any]) -> str:
+    """Return the number of parameters of the head, if only these were trained."""
+    count = finite(summary.get("trained_parameters"))
+    return f": {count:,.0f} parameters" if count and not summary.get("epochs_trained") else ""
+
+
+def _fine_tuning(summary: Mapping[str, Any], *, has_head: bool) -> str:
+    epochs, count = summary.get("epochs_trained"), finite(summary.get("trained_parameters"))
+    if not epochs:
+        return "left out: the layers before the head stay as they were" if has_head else "left out"
+    every = finite(summary.get("parameters"))
+    if not count or not every:
+        return counted(epochs, "epoch")
+    if count == every:
+        return f"all {every:,.0f} parameters, {counted(epochs, 'epoch')}"
+    return f"{count:,.0f} of {every:,.0f} parameters, {counted(epochs, 'epoch')}; the others are frozen"
