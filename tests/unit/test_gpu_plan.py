@@ -164,7 +164,6 @@ def test_json(tmp_path: Path) -> None:
         assert row["limit"] in ("memory", "launches")
         assert 0 < row["expected_error"] < row["expected_error_90"] < 0.4
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["gpus"] == plan["gpus"]
-    assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
     code, printed, _ = run(*SMALL, "--gpu", "rtx3090", "--inference", "--json", out=tmp_path / "predict")
     assert json.loads(printed)["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
 

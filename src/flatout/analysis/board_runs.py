@@ -92,7 +92,9 @@ class RunStore:
         # The newest are first, at the top of the page, while the rest is read.
         for path, (changed, files) in sorted(found.items(), key=lambda item: -item[1][0]):
             if self._times.get(path) != changed or self._has_died(path):
-                self._read(path, files)
+                # `flatout scale` writes a recipe next to the folders of its runs.
+                is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
+                self._keep(self._name(path), _row(self._name(path), path) if is_run else None)
                 self._times[path] = changed if now - changed > CLOCK_SECONDS * 1e9 else None
         for path in self._times.keys() - found.keys():
             del self._times[path]
@@ -129,12 +131,6 @@ class RunStore:
     def _has_died(self, path: Path) -> bool:
         row = self._runs.get(self._name(path))
         return row is not None and row["status"] == "running" and not _is_alive(path, holder(path))
-
-    def _read(self, path: Path, files: set[str]) -> None:
-        name = self._name(path)
-        # `flatout scale` writes a recipe next to the folders of its runs.
-        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
-        self._keep(name, _row(name, path) if is_run else None)
 
     def _keep(self, name: str, row: dict[str, Any] | None) -> None:
         with self._lock:

@@ -4,11 +4,9 @@ Steps are compiled or traced for hardware that this machine lacks; see docs/plan
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from flatout.analysis.gpu import chips_named
 from flatout.analysis.output import check_free, make_folder
@@ -16,24 +14,14 @@ from flatout.analysis.roofline import Work, estimate, parse_topologies
 from flatout.analysis.tpu import compiler_versions, tpu_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
-from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import write_json
-from flatout.utils.style import shorten
+from flatout.utils.style import plain
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-PLAN_RESULT, PLAN_CHART = "plan.json", "plan.png"
-# The limits of a step: their names and colours.
-LIMITS = {
-    "compute": ("compute", style.RIGHT),
-    "memory": ("memory", style.ORANGE),
-    "interconnect": ("links", style.PURPLE),
-}
-GPU_LIMITS = {"tensor cores": style.RIGHT, "CUDA cores": style.MUTED, "memory": style.ORANGE, "launches": style.PURPLE}
+PLAN_RESULT = "plan.json"
+# The limits of a step on TPUs, and their names.
+LIMITS = {"compute": "compute", "memory": "memory", "interconnect": "links"}
 
 Row = Mapping[str, Any]
 
@@ -53,7 +41,7 @@ def plan(
     out: Path | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Plan a job for topologies or GPUs; write plan.json and plan.png; return the former's content.
+    """Plan a job for topologies or GPUs; write plan.json and return its content.
 
     Args:
         job: None if `changes` name a model.
@@ -111,7 +99,6 @@ def plan(
     }
     out = make_folder(out, f"plan-{recipe.job}")
     write_json(out / PLAN_RESULT, result)
-    draw_plan(out / PLAN_CHART, result)
     return {**result, "out": str(out)}
 
 
@@ -194,12 +181,12 @@ def format_plan(result: Row) -> list[str]:
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"
     )
     lines = (_format_gpus if "gpus" in result else _format_estimate)(result)
-    return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}, {PLAN_CHART}"]
+    return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}"]
 
 
 def _format_estimate(result: Row) -> list[str]:
     with_cost = result["price_per_chip_hour"] is not None
-    head = ["topology", "chips", "memory of each", *(name for name, _ in LIMITS.values()), "step", "images/s", "job"]
+    head = ["topology", "chips", "memory of each", *LIMITS.values(), "step", "images/s", "job"]
     table = [[*head, *["cost"] * with_cost]]
     for row in result["topologies"]:
         needed = _bytes(row["needed_bytes"]) if row["needed_bytes"] else "?"
@@ -207,7 +194,7 @@ def _format_estimate(result: Row) -> list[str]:
         if row["fits"]:
             times = row["seconds"]
             cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
-            cells += [_short(times["step"]), f"≤ {style.plain(row['images_per_second'])}", _span(row["job_seconds"])]
+            cells += [_short(times["step"]), f"≤ {plain(row['images_per_second'])}", _span(row["job_seconds"])]
             if with_cost:
                 cells.append(_money(row["cost"]))
         else:
@@ -234,7 +221,7 @@ def _format_gpus(result: Row) -> list[str]:
     table = [head]
     for row in result["gpus"]:
         cells = [row["gpu"], f"{_bytes(row['memory_bytes'])} of {_bytes(row['gpu_memory_bytes'])}"]
-        cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), style.plain(row["images_per_second"])]
+        cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), plain(row["images_per_second"])]
         cells += [_span(row["epoch_seconds"]), _span(row["job_seconds"])]
         if with_cost:
             cells.append(_money(row["cost"]))
@@ -271,59 +258,3 @@ def _short(seconds: float) -> str:
         if factor * seconds < 999.5:
             return f"{factor * seconds:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-
-
-# --- chart ------------------------------------------------------------------------------------------------------------
-
-
-def draw_plan(path: Path, result: Row) -> None:
-    """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
-    how = "estimate" if "gpus" in result else "estimate, upper bound"
-    title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
-    figure = style.new_figure(9.0, 3.9, title=title)
-    left, right = figure.subplots(1, 2)
-    if "gpus" in result:
-        _draw_gpus(left, right, result["gpus"])
-    else:
-        style.style_panel(left, "Images per second, upper bound")
-        style.style_panel(right, "Step time by limit; the longest decides")
-        if fitting := [row for row in result["topologies"] if row["fits"]]:
-            names, rates = ([row[key] for row in fitting] for key in ("topology", "images_per_second"))
-            style.draw_bars(left, names, rates, style.plain)
-            style.start_at_zero(left, headroom=0.1)
-            _draw_steps(right, fitting)
-        else:
-            for axes in (left, right):
-                style.add_message(axes, "does not fit")
-    style.write_png(figure, path)
-
-
-def _draw_gpus(left: "Axes", right: "Axes", rows: Sequence[Row]) -> None:
-    names = [row["gpu"] for row in rows]
-    style.style_panel(left, f"Images per second (expected error {rows[0]['expected_error_90']:.0%})")
-    style.style_panel(right, "Share of the step by limit")
-    rates = [row["images_per_second"] for row in rows]
-    errors = [row["images_per_second"] * row["expected_error_90"] for row in rows]
-    style.draw_bars(left, names, rates, style.plain, errors)
-    style.start_at_zero(left, headroom=0.1)
-    below = np.zeros(len(rows))
-    for limit, colour in GPU_LIMITS.items():
-        shares = np.array([row["shares"][limit] for row in rows])
-        right.bar(range(len(rows)), shares, bottom=below, width=0.55, color=colour, label=limit)
-        below += shares
-    style.name_ticks(right, names)
-    style.start_at_zero(right, headroom=0.25)
-    style.add_legend(right, loc="upper left", ncols=4)
-
-
-def _draw_steps(axes: "Axes", fitting: Sequence[Row]) -> None:
-    times = [row["seconds"] for row in fitting]
-    unit, factor = ("ms", 1e3) if max(seconds["step"] for seconds in times) >= 1e-3 else ("µs", 1e6)
-    for side, (limit, (name, colour)) in zip((-1, 0, 1), LIMITS.items(), strict=True):
-        places = [index + 0.25 * side for index in range(len(fitting))]
-        bars = axes.bar(places, [factor * s[limit] for s in times], width=0.22, color=colour, label=name)
-        axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=style.INK, padding=2)
-    style.name_ticks(axes, [row["topology"] for row in fitting])
-    axes.set_ylabel(unit, fontsize=8, color=style.MUTED)
-    style.start_at_zero(axes, headroom=0.2)
-    style.add_legend(axes, loc="upper left", ncols=3)

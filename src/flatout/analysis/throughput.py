@@ -1,6 +1,6 @@
 """`flatout bench`: how fast the input path, the step and training are, and what limits the job.
 
-The steps that are timed are those of the training loop; `flatout plan` and `flatout lr` take them too.
+The steps that are timed are those of the training loop.
 """
 
 import contextlib
@@ -45,25 +45,17 @@ Steps = Generator[None, None, None]
 
 
 class Timed:
-    """Times steps of an endless sequence; all processes take the same ones.
-
-    Args:
-        engine: runs the steps, and is synchronised.
-    """
+    """Times steps of an endless sequence, which `engine` runs; all processes take the same ones."""
 
     def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
         self._steps, self._engine, self._world = steps, engine, world
+        self.close = steps.close  # ends the threads that read ahead
 
     def seconds(self, steps: int) -> float:
         """Take some steps, wait for them, and return the time of one in the slowest process."""
         began = time.perf_counter()
-        self._take(steps)
+        self.take(steps)
         return max(self._world.all_gather_object((time.perf_counter() - began) / steps))
-
-    def steady_seconds(self, steps: int) -> float:
-        """Return `seconds` after consuming the batches that were prefetched during a pause."""
-        self._take(READ_AHEAD)
-        return self.seconds(steps)
 
     def steps_in(self, seconds: float) -> int:
         """Measure the number of steps that take about `seconds`, at least one."""
@@ -73,11 +65,8 @@ class Timed:
             one = self.seconds(steps)
         return max(1, round(seconds / one))
 
-    def close(self) -> None:
-        """End the threads that read ahead."""
-        self._steps.close()
-
-    def _take(self, steps: int) -> None:
+    def take(self, steps: int) -> None:
+        """Take some steps and wait for them."""
         for _ in islice(self._steps, steps):
             pass
         self._engine.counts()
@@ -210,7 +199,8 @@ def _measure_in_turn(
     engine.communication_seconds()
     while len(rates["training"]) < ROUNDS and sum(spent.values()) < LIMIT_SECONDS:
         for name, (one, images) in timed.items():
-            seconds = one.steady_seconds(steps[name])
+            one.take(READ_AHEAD)
+            seconds = one.seconds(steps[name])
             rates[name].append(images / seconds)
             spent[name] += seconds * steps[name]
             communicated = engine.communication_seconds()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, FAINT, EMPTY = "#1d2329", "#66707b", "#d5dbe1", "#f1f3f5"
-RIGHT, WRONG, ORANGE, PURPLE = "#0b62b0", "#c4331d", "#d2620a", "#8a6fb0"
+RIGHT, WRONG, ORANGE = "#0b62b0", "#c4331d", "#d2620a"
 
 # Fonts with Chinese, Japanese and Korean characters; matplotlib's own font has none.
 _CJK_FONTS = (
@@ -105,13 +105,11 @@ def add_message(axes: "Axes", text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
 
 
-def draw_bars(
-    axes: "Axes", names: Sequence[str], values: Sequence[float], text: Callable[[float], str], errors: Any = None
-) -> None:
-    """Draw a bar for each value, optionally with an error in both directions, the value above and the name below."""
-    axes.bar(range(len(names)), values, yerr=errors, width=0.55, color=RIGHT, error_kw={"ecolor": MUTED, "capsize": 3})
+def draw_bars(axes: "Axes", names: Sequence[str], values: Sequence[float], text: Callable[[float], str]) -> None:
+    """Draw a bar for each value, the value above and the name below."""
+    axes.bar(range(len(names)), values, width=0.55, color=RIGHT)
     for position, value in enumerate(values):
-        add_label(axes, position, value if errors is None else value + errors[position], text(value))
+        add_label(axes, position, value, text(value))
     name_ticks(axes, names)
 
 
