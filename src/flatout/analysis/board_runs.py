@@ -207,7 +207,6 @@ def _result(files: RunFiles) -> dict[str, Any]:
 
 
 def _status(files: RunFiles, process: Holder | None) -> str:
-    """Return "running", "finished", "failed", "stopped", "broken" or "incomplete"."""
     if _is_alive(files.run, process):
         return "running"
     if not files.summary:
@@ -229,7 +228,6 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
 
 
 def _problems(files: RunFiles, status: str) -> list[str]:
-    """Return sentences about absent and damaged files."""
     missing = dict(files.missing)
     if status == "running":
         missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}

@@ -67,7 +67,6 @@ def estimate_on_gpus(
 
 
 def _usual_precision(chip: Chip, trace: "Callable[[], Trace]", *, inference: bool) -> str:
-    """Return the number format that a run chooses on a GPU."""
     from flatout.engine.torch.accelerator import BF16_OPERATIONS
 
     if "tf32" not in chip.precisions:
@@ -136,7 +135,6 @@ def _tracer(work: Work, *, inference: bool, allow_code: bool) -> "Callable[[bool
 
 
 def _network(work: Work, allow_code: bool) -> "nn.Module":
-    """Build the network without numbers."""
     import torch
 
     from flatout.models.layers import freeze, set_dropout

@@ -27,8 +27,6 @@ UNSUSPECTED_FACTOR = 2.0
 LEARNING_RATE_STEP = 10.0
 # Augmentation and dropout make training images harder, so that even a small gap shows overfitting.
 OVERFITTING_GAP = 0.1
-# Validation and test accuracy of comparable splits differ by chance alone, and by the choice of the best epoch.
-SPLIT_GAP = 0.03
 # The lowest validation loss of several epochs is low by chance: a rise below a tenth, or of one epoch, means little.
 RISING_LOSS_FACTOR, RISING_LOSS_EPOCHS = 1.1, 2
 # Minimum gain of accuracy from the third to the last quarter of the epochs: below it, more epochs gain little.
@@ -50,7 +48,7 @@ CLASSES_NAMED = 5
 HELP = "fewer epochs, augmentation"
 # What the rules look at, by task: accuracies exist only in single-label tasks.
 CHECKED = {
-    "single-label": "learning, overfitting, gaps between splits, number of epochs, class balance, waiting for images",
+    "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
     "multi-label": "divergence, a rising loss, classes never predicted, class balance, waiting for images",
     "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
 }
@@ -67,7 +65,7 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
     if not learning:
-        rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _unpredicted)
+        rules = (_overfitting, _rising_loss, _more_epochs, _unpredicted)
         learning = [sentence for rule in rules for sentence in rule(run)]
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
@@ -86,18 +84,6 @@ class _Run:
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
-
-    def margin(self, split: str, accuracy: float) -> float:
-        """Return how far the accuracy on a split may deviate by chance.
-
-        Two right and two wrong predictions are added (Agresti and Coull, 1998), so that the margin of few images is
-        never 0.
-        """
-        count = self.summary.get(f"{'valid' if split == 'validation' else split}_count")
-        if not count:
-            return 0.0
-        likely = (accuracy * count + 2) / (count + 4)
-        return STANDARD_ERRORS * math.sqrt(likely * (1 - likely) / (count + 4))
 
     def counts(self, name: str) -> list[tuple[int, str]]:
         """Return the numbers of images of all classes, each with the shortened name of its class."""
@@ -158,7 +144,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
 
 
 def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
-    """Report a regression that explains none of the variance."""
     for split, name in (("test", "test"), ("valid", "validation")):
         explained = finite(run.summary.get(f"{split}_r2"))
         if explained is not None:
@@ -187,8 +172,11 @@ def _overfitting(run: _Run) -> Iterator[str]:
     if run.train is None or not known:
         return
     accuracy, split = min(known)
-    # Three standard errors, since the worse of two splits is taken.
-    if run.train - accuracy <= max(OVERFITTING_GAP, 1.5 * run.margin(split, accuracy)):
+    # Three standard errors, since the worse of two splits is taken. Two right and two wrong predictions are added
+    # (Agresti and Coull, 1998), so that the error of few images is never 0.
+    count = run.summary.get(f"{'valid' if split == 'validation' else split}_count")
+    likely = (accuracy * count + 2) / (count + 4) if count else 0.0
+    if run.train - accuracy <= max(OVERFITTING_GAP, 3 * math.sqrt(likely * (1 - likely) / ((count or 0) + 4))):
         return
     advice = {
         "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
@@ -211,23 +199,11 @@ def _rising_loss(run: _Run) -> Iterator[str]:
         name, losses = "test", run.history("test_loss")
     if losses and min(losses[-RISING_LOSS_EPOCHS:])[0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
+        finding, advice = "became surer of its wrong answers", f"{HELP}, label_smoothing"
         if run.recipe.task == "regression":
-            yield f"{rise}: the model began to learn its training images by heart. What may help: {HELP}."
-        else:
-            yield f"{rise}: the model became surer of its wrong answers. What may help: {HELP}, label_smoothing."
-
-
-def _split_gap(run: _Run) -> Iterator[str]:
-    test, valid = run.test, run.valid
-    if test is None or valid is None:
-        return
-    noise = math.hypot(run.margin("test", test), run.margin("validation", valid))
-    if valid - test > max(SPLIT_GAP, noise):
-        yield (
-            f"Test accuracy {test:.3f} is well below validation accuracy {valid:.3f}: the splits differ. `flatout"
-            " check` finds images that are in two splits; other causes are other cameras, times or sources."
-        )
+            finding, advice = "began to learn its training images by heart", HELP
+        rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
+        yield f"{rise}: the model {finding}. What may help: {advice}."
 
 
 def _more_epochs(run: _Run) -> Iterator[str]:
