@@ -173,14 +173,11 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, Any]:
     recipe = run_files.read_recipe(path)[1]
-    # The page already shows the path.
-    problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
-    problem = f"It {problem}" if problem.startswith("has ") else problem
     has_epochs = (path / METRICS).exists() or (path / SUMMARY).exists()
     return {
         **{key: recipe[key] for key in ("job", "model", "task", "epochs") if isinstance(recipe.get(key), str | int)},
         "status": "running" if is_running else "broken" if has_epochs else "incomplete",
-        "problems": [f"{problem}."] if has_epochs or not is_running else [],
+        "problems": [f"{error}."] if has_epochs or not is_running else [],
         "date": path.stat().st_mtime,
         "epochs_trained": 0,
         "spark": [],
