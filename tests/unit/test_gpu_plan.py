@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.analysis.gpu import CHIPS, chips_named, step_time
-from flatout.analysis.gpu_plan import EXPECTED_ERRORS
+from flatout.analysis.gpu import CHIPS, EXPECTED_ERRORS, chips_named, step_time
 from flatout.analysis.gpu_trace import Trace, trace
 from flatout.cli.main import main
 from flatout.utils.errors import InputError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.analysis.gpu import chips_named
+from flatout.analysis.gpu import chips_named, estimate_on_gpus
 from flatout.analysis.output import check_free, make_folder
 from flatout.analysis.roofline import Work, estimate, parse_topologies
 from flatout.analysis.tpu import compiler_versions, tpu_compiler
@@ -79,8 +79,6 @@ def plan(
     else:
         raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
     if chips:
-        from flatout.analysis.gpu_plan import estimate_on_gpus
-
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
         with tpu_compiler(work, allow_code, console) as compile_step:

@@ -261,7 +261,7 @@ def _input_wait(run: _Run) -> Iterator[str]:
         yield f"{share:.0%} of the training time was spent waiting for images: {advice}."
 
 
-# --- stages ---------------------------------------------------------------------------------------------------------
+# --- stages -----------------------------------------------------------------------------------------------------------
 
 
 def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
