@@ -225,21 +225,6 @@ def test_a_step_is_compiled_once(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
-def test_other_generations_and_sizes(tmp_path: Path) -> None:
-    """A whole pod, a single chip, and chips with a setting of their own."""
-    names = ["v5e:16x16", "v5e:1x1", "v4:2x2x1"]
-    result, _ = run(*SMALL[:5], "--topology", ",".join(names), out=tmp_path / "plan")
-    rows = result["topologies"]
-    assert [(row["topology"], row["devices"]) for row in rows] == list(zip(names, (256, 1, 4), strict=True))
-    assert all(row["fits"] for row in rows)
-    assert any(c["kind"] == "all-reduce" for c in rows[0]["collectives"])
-    assert (rows[1]["collectives"], rows[1]["seconds"]["interconnect"]) == ([], 0.0)
-    # 64 images on 256 chips: three of four chips compute padding.
-    assert (rows[0]["batch_padded"], rows[0]["padding_fraction"]) == (256, 0.75)
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
