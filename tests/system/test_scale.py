@@ -1,7 +1,5 @@
-"""`flatout scale` from the command line: real runs of the digits."""
+"""`flatout scale`: the comparison of runs, and real runs of the digits from the command line."""
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -16,13 +14,62 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.scale import explained_by_rounding
+from flatout.analysis.scale import compare_specs, draw_scaling, format_scale, split_specs
 from flatout.cli.main import main
+from flatout.utils.errors import InputError
 from tests.system.run_files import write_digits
 
-pytestmark = pytest.mark.slow
 
-TWO = ["--devices", "cpu,2xcpu"]
+def run(devices: str, world_size: int, rate: float | None, **values: Any) -> dict[str, Any]:
+    """Return the figures of a run over 100,000 images."""
+    train = 100_000 / (rate or 1000)
+    figures = {
+        "devices": devices, "kind": "cuda" if "cuda" in devices else "cpu", "world_size": world_size,
+        "threads_per_rank": 2, "images_per_second": rate, "epoch_seconds": train / 5, "train_seconds": train,
+        "warmup_seconds": 0.0, "wall_seconds": train + 5, "communication_fraction": None, "input_wait_fraction": 0.0,
+        "split": "test", "correct": 900, "count": 1000,
+    }  # fmt: skip
+    return figures | values
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("cpu,2xcpu", ["cpu", "2xcpu"]),
+        ("cuda:0,cuda:0,2,3 , 4xcuda", ["cuda:0", "cuda:0,2,3", "4xcuda"]),
+        ("cpu,2", ["cpu,2"]),  # refused as a SPEC
+    ],
+)
+def test_specs_are_split_at_the_commas_between_them(text: str, specs: list[str]) -> None:
+    assert split_specs(text) == specs
+
+
+@pytest.mark.parametrize("text", ["cpu,,2xcpu", "", "cpu,2xcpu,cpu"])
+def test_empty_and_repeated_specs_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is empty or named twice"):
+        split_specs(text)
+
+
+def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Path) -> None:
+    runs = run("4xcpu", 4, 3000), run("cpu", 1, 1000), run("2xcuda", 2, 50_000), run("8xcuda", 8, None, correct=None)
+    rows = compare_specs(runs)
+    assert [(row["devices"], row["base"], row["speed_up"], row["efficiency"]) for row in rows] == [
+        ("4xcpu", "cpu", 3.0, 0.75),
+        ("cpu", "cpu", 1.0, 1.0),
+        ("2xcuda", "2xcuda", 1.0, 1.0),
+        ("8xcuda", "2xcuda", None, None),
+    ]
+    result = {"job": "sample", "batch_size": 64, "epochs": 5, "specs": rows, "out": "there"}
+    table = {line[:20].strip(): line[20:].split("  ") for line in format_scale(result)}
+    assert [cell.strip() for cell in table["processes x threads"] if cell] == ["4 x 2", "1 x 2", "2", "8"]
+    assert [cell.strip() for cell in table["test images right"] if cell][-1] == "-"
+    draw_scaling(tmp_path / "chart.png", result)
+    with Image.open(tmp_path / "chart.png") as image:
+        assert image.width > image.height > 400
+        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 50
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
 
 
 def scaling(out: Path) -> dict[str, Any]:
@@ -34,48 +81,31 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["digits", "--data", str(write_digits(tmp_path_factory.mktemp("data") / "digits.npz"))]
 
 
-def test_two_specs_are_measured_twice(digits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeats are interleaved, runs are kept, the same recipe gives the same answer, and findings are printed."""
-    out = tmp_path / "out"
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["scale", *digits, *TWO, "--epochs", "2", "--repeats", "2", "--out", str(out)]) == 0
-    result, lines = scaling(out), printed.getvalue().splitlines()
-    assert [(r["devices"], r["repeat"]) for r in result["runs"]] == [("cpu", 1), ("2xcpu", 1), ("cpu", 2), ("2xcpu", 2)]
-    assert result["ended"] is None
-    assert [row["world_size"] for row in result["specs"]] == [1, 2]
-    for run in result["runs"]:
-        summary = json.loads((out / run["folder"] / "summary.json").read_text())
-        assert run["correct"] == summary["test_correct"]
-        assert run["images_per_second"] == summary["images_per_second"]
-        assert len(run["epoch_seconds_each"]) == summary["epochs"] == 2
-    answers = [run["correct"] for run in result["runs"]]
-    assert answers[0] == answers[2], "two runs of one SPEC"
-    assert max(answers) - min(answers) <= explained_by_rounding(min(answers), max(answers), 359)
-    assert lines[0].split() == ["devices", "cpu", "2xcpu"]
-    rates = next(line for line in lines if line.startswith("images per second")).split()[3:]
-    assert rates == [f"{row['images_per_second']['median']:,.0f}" for row in result["specs"]]
-    assert set(result["findings"]) <= set(lines)
-    with Image.open(out / "scaling.png") as image:
-        assert image.width > 1000
-
-
-def test_a_recipe_made_for_a_folder_of_images_is_the_same_for_every_run(tmp_path: Path, capsys) -> None:
+@pytest.mark.slow
+def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path: Path, capsys) -> None:
     rng = np.random.default_rng(0)
     for number in range(40):
         path = tmp_path / "photos" / ("dark" if number % 2 else "light") / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 128 if number % 2 else 256, (16, 16), dtype=np.uint8)).save(path)
     out = tmp_path / "out"
-    command = ["scale", str(tmp_path / "photos"), "--devices", "cpu", "--epochs", "1", "--batch-size", "8", "--weak"]
+    command = ["scale", str(tmp_path / "photos"), "--devices", "cpu,2xcpu", "--epochs", "2", "--batch-size", "8"]
     assert main([*command, "--json", "--out", str(out)]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["scaling"], printed["specs"][0]["batch_size"]) == ("weak", 8)
-    assert printed["findings"] == scaling(out)["findings"]
-    made, ran = (tomllib.loads((folder / "recipe.toml").read_text()) for folder in (out, out / "cpu-1"))
-    assert {key: made[key] for key in ("model", "image_size", "epochs", "optimizer", "augment")}.items() <= ran.items()
-    summary = json.loads((out / "cpu-1" / "summary.json").read_text())
-    assert summary["pack_was_cached"], "decoding would be in the time of the first run alone"
+    printed, result = json.loads(capsys.readouterr().out), scaling(out)
+    assert printed == result | {"out": str(out)}
+    assert result["ended"] is None
+    assert [(row["devices"], row["world_size"]) for row in result["specs"]] == [("cpu", 1), ("2xcpu", 2)]
+    made = tomllib.loads((out / "recipe.toml").read_text())
+    for row in result["specs"]:
+        ran = tomllib.loads((out / row["folder"] / "recipe.toml").read_text())
+        for key in ("model", "image_size", "epochs", "optimizer", "augment"):
+            assert ran[key] == made[key]
+        summary = json.loads((out / row["folder"] / "summary.json").read_text())
+        assert summary["pack_was_cached"], "decoding would be in the time of the first run alone"
+        assert row["images_per_second"] == summary["images_per_second"]
+        assert len(row["epoch_seconds_each"]) == summary["epochs"] == 2
+    answers = [row["correct"] for row in result["specs"]]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +113,6 @@ def test_a_recipe_made_for_a_folder_of_images_is_the_same_for_every_run(tmp_path
     [
         (["--devices", "cpu,gpu"], "--devices gpu"),
         (["--devices", "cpu,99xcuda"], "99xcuda"),
-        (["--devices", "cpu", "--repeats", "0"], "--repeats 0"),
-        (["--devices", "cpu,auto", "--weak"], "--weak: auto"),
         (["--devices", "cpu", "--data", "nowhere"], "nowhere"),
     ],
 )
@@ -95,22 +123,40 @@ def test_wrong_input_is_found_before_the_first_run(arguments: list[str], named: 
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
-    assert main(["scale", *digits, *TWO, "--epochs", "1", "--set", "optimizer.lr=1e30", "--out", str(out)]) == 1
+    assert (
+        main(
+            [
+                "scale",
+                *digits,
+                "--devices",
+                "cpu,2xcpu",
+                "--epochs",
+                "1",
+                "--set",
+                "optimizer.lr=1e30",
+                "--out",
+                str(out),
+            ]
+        )
+        == 1
+    )
     message = capsys.readouterr().err
-    assert "flatout: cpu, run 1 of 1: training diverged in epoch 1" in message
+    assert "flatout: cpu: training diverged in epoch 1" in message
     assert "flatout: 2xcpu" not in message
     assert "the loss is not finite" in scaling(out)["ended"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(digits: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    flags = ["--devices", "cpu", "--repeats", "50", "--epochs", "3", "--out", str(out)]
+    flags = ["--devices", "cpu,2xcpu", "--epochs", "30", "--out", str(out)]
     command = [sys.executable, "-m", "flatout", "scale", *digits, *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not (out / "cpu-2" / "metrics.jsonl").is_file():  # so that the first run is done and the second at work
+    while not (out / "2xcpu" / "metrics.jsonl").is_file():  # so that the first run is done and the second at work
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -120,6 +166,6 @@ def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(digits: lis
     assert "Traceback" not in errors
     result = scaling(out)
     assert result["ended"] == "stopped"
-    assert result["runs"][0]["devices"] == "cpu"
+    assert [row["devices"] for row in result["specs"]] == ["cpu"]
     # Had the run not been waited for, it could still be writing.
-    assert json.loads((out / "cpu-2" / "summary.json").read_text())["wall_seconds"] > 0
+    assert json.loads((out / "2xcpu" / "summary.json").read_text())["wall_seconds"] > 0

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.analysis.gpu import CHIPS, chips_named, step_time
-from flatout.analysis.gpu_plan import EXPECTED_ERRORS
-from flatout.analysis.gpu_trace import Call, Trace, trace
+from flatout.analysis.gpu import CHIPS, EXPECTED_ERRORS, chips_named, step_time
+from flatout.analysis.gpu_trace import Trace, trace
 from flatout.cli.main import main
 from flatout.utils.errors import InputError
 
@@ -28,13 +27,13 @@ def run(*arguments: str, out: Path) -> tuple[int, str, str]:
     return code, printed.getvalue(), errors.getvalue()
 
 
-def of_timm(name: str, batch: int, *, train: bool, size: int = 224) -> Trace:
+def of_timm(name: str, batch: int, *, train: bool) -> Trace:
     import timm
 
     with torch.device("meta"):
         model: Any = timm.create_model(name)
         labels = torch.empty(batch, dtype=torch.long)
-    shape = (batch, 3, size, size)
+    shape = (batch, 3, 224, 224)
     return trace(model, shape, lambda logits: functional.cross_entropy(logits, labels), train=train)
 
 
@@ -97,43 +96,20 @@ def test_autocast_as_cuda_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "batch", "gpu", "train", "published"),
+    ("name", "batch", "gpu", "train", "published"),
     [
         # timm, results/benchmark-{train,infer}-amp-*.csv
-        ("resnet50", 224, 512, "rtx3090", True, 1218.01),
-        ("convnext_base", 224, 128, "rtx3090", True, 338.68),
-        ("resnet50", 224, 1024, "rtx3090", False, 3729.86),
-        ("vit_base_patch16_224", 224, 512, "rtx4090", False, 2843.0),
-        ("mixer_b16_224", 224, 1024, "rtx5090", False, 3627.48),
+        ("resnet50", 512, "rtx3090", True, 1218.01),
+        ("resnet50", 1024, "rtx3090", False, 3729.86),
+        ("vit_base_patch16_224", 512, "rtx4090", False, 2843.0),
         # NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md
-        ("resnet50", 224, 256, "a100-80", True, 2470),
-        ("resnet50", 224, 256, "v100", False, 3382),
-        ("resnet50", 224, 256, "t4", False, 1198),
+        ("resnet50", 256, "a100-80", True, 2470),
+        ("resnet50", 256, "t4", False, 1198),
     ],
 )
-def test_published_speeds(name: str, size: int, batch: int, gpu: str, train: bool, published: float) -> None:
-    estimated = batch / step_time(CHIPS[gpu], of_timm(name, batch, train=train, size=size)).seconds
+def test_published_speeds(name: str, batch: int, gpu: str, train: bool, published: float) -> None:
+    estimated = batch / step_time(CHIPS[gpu], of_timm(name, batch, train=train)).seconds
     assert estimated == pytest.approx(published, rel=EXPECTED_ERRORS["training"][1])
-
-
-@pytest.mark.parametrize(
-    ("call", "limit"),
-    [
-        (
-            Call(
-                kind="matmul", bytes=3 * 2**27, largest=2**27, flops=2.0**40, batch=1, m=8192, n=8192, k=8192, half=True
-            ),
-            "tensor cores",
-        ),
-        (Call(kind="elementwise", bytes=2**30, largest=2**29), "memory"),
-        (Call(kind="elementwise", bytes=2**10, largest=2**9), "launches"),
-        (Call(kind="depthwise", bytes=2**20, largest=2**19, flops=2.0**36, batch=64, m=64, n=1, k=9), "CUDA cores"),
-    ],
-)
-def test_limits(call: Call, limit: str) -> None:
-    time = step_time(CHIPS["rtx3090"], Trace(batch=1, calls={call: 10}, parameters=0, peak_bytes=0))
-    assert time.limit == limit
-    assert sum(time.shares.values()) == pytest.approx(1)
 
 
 def test_rates_of_the_table_agree() -> None:
@@ -164,7 +140,11 @@ def test_json(tmp_path: Path) -> None:
         assert row["limit"] in ("memory", "launches")
         assert 0 < row["expected_error"] < row["expected_error_90"] < 0.4
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["gpus"] == plan["gpus"]
-    assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
+    # A card without bfloat16.
+    code, printed, _ = run(*SMALL, "--gpu", "t4", "--json", out=tmp_path / "fp32")
+    row = json.loads(printed)["gpus"][0]
+    assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
+    assert sum(row["shares"].values()) == pytest.approx(1)
     code, printed, _ = run(*SMALL, "--gpu", "rtx3090", "--inference", "--json", out=tmp_path / "predict")
     assert json.loads(printed)["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
 
@@ -175,15 +155,6 @@ def net_file(path: Path, forward: str) -> str:
     lines += ["        super().__init__()", "        self.head = torch.nn.Linear(3, num_classes)"]
     path.write_text("\n".join([*lines, "    def forward(self, x):", f"        return {forward}"]))
     return f"{path}:Net"
-
-
-def test_fp32_does_without_tensor_cores(tmp_path: Path) -> None:
-    options = ["--images", "99", "--classes", "10", "--batch-size", "1", "--gpu", "t4", "--json"]
-    code, printed, _ = run("digits", *options, out=tmp_path / "plan")
-    assert code == 0
-    row = json.loads(printed)["gpus"][0]
-    assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
-    assert row["largest_batch"] > 10**5
 
 
 def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path) -> None:
@@ -221,11 +192,8 @@ def test_names() -> None:
     [
         (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
         ([*SMALL, "--topology", "v5e:2x2"], "JOB is missing"),
-        ([*SMALL, "--gpu", "l4", "--topology", "v5e:2x2"], "give one of them"),
-        (["digits", "--topology", "v5e:2x2", "--inference"], "--inference: requires --gpu"),
         ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
         ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
-        ([*SMALL, "--gpu", "l4", "--image-size", "0"], "--image-size 0: must be N or HxW"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -47,14 +47,6 @@ def test_prediction_titles_are_blue_where_right_and_red_where_wrong(tmp_path: Pa
     assert (right[0, 0] == 255).all()
 
 
-def test_tiny_images_are_enlarged_by_whole_pixels(tmp_path: Path):
-    board = (np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8)[None, :, :, None]
-    pictures.draw_predictions(tmp_path / "p.png", board, np.array([0]), np.array([0]), ["a", "b"], SingleLabel())
-    row = pixels(tmp_path / "p.png")
-    picture = row[row.shape[0] // 2 :, : row.shape[1] // 5].mean(axis=-1)
-    assert np.isin(picture, (0, 255)).mean() > 0.97  # no grey between the fields
-
-
 def test_long_titles_stay_in_their_columns(tmp_path: Path):
     names = ["W" * 60, "狗" * 40]
     images = np.zeros((25, 8, 8, 1), np.uint8)

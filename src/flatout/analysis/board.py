@@ -4,34 +4,36 @@ Every request needs the token, in the address or in the cookie that the first re
 machine, so that no page of another site can read anything. Errors are answered with a message.
 """
 
-import asyncio
 import contextlib
 import errno
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import (
-    FileResponse,
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-)
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
-from flatout.analysis.board_runs import RunStore, compare_runs, read_changes, read_stored, run_details
+from flatout.analysis.board_runs import (
+    RunStore,
+    StoredPredictions,
+    compare_runs,
+    read_changes,
+    read_stored,
+    run_details,
+)
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -79,15 +81,15 @@ class Gate:
 
 
 class BoardApp:
-    """The handlers of requests."""
+    """The handlers of requests; Starlette calls each in a thread."""
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
-        self._looking, self._looked = asyncio.Lock(), 0.0
+        self._looking, self._looked = threading.Lock(), 0.0
 
     def routes(self) -> list[Route]:
         """Return the addresses and their handlers."""
-        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        handlers = {
             "/": self._page,
             "/style.css": self._style,
             "/api/runs": self._runs,
@@ -101,55 +103,50 @@ class BoardApp:
         }
         return [Route(path, handler) for path, handler in handlers.items()]
 
-    async def look(self) -> None:
+    def look(self) -> None:
         """Look for changes, once a second for all readers together."""
-        async with self._looking:
-            now = asyncio.get_running_loop().time()
-            if now - self._looked >= 0.9 * LOOK_SECONDS:
-                await run_in_threadpool(self.store.refresh)
-                self._looked = asyncio.get_running_loop().time()
+        with self._looking:
+            if time.monotonic() - self._looked >= 0.9 * LOOK_SECONDS:
+                self.store.refresh()
+                self._looked = time.monotonic()
 
-    async def _page(self, request: Request) -> Response:
+    def _page(self, request: Request) -> Response:
         return FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
 
-    async def _style(self, request: Request) -> Response:
+    def _style(self, request: Request) -> Response:
         return FileResponse(STYLE, media_type="text/css")
 
-    async def _runs(self, request: Request) -> Response:
+    def _runs(self, request: Request) -> Response:
         version = _number(request, "version") or 0
         if self.store.is_complete:  # else `look` is still reading, and the page shows what it has found
-            await self.look()
+            self.look()
         return JSONResponse(self.store.content(version))
 
-    async def _changes(self, request: Request) -> Response:
+    def _changes(self, request: Request) -> Response:
         name = request.query_params.get("name", "rank-0.log")
         if not re.fullmatch(r"rank-[\w.-]+\.log", name):
             raise InputError(f"{name}: is not a run log")
         stamps = {key: request.query_params.get(key, "") for key in ("metrics", "live", "log")}
-        return JSONResponse(await run_in_threadpool(read_changes, self._path(request), name, stamps))
+        return JSONResponse(read_changes(self._path(request), name, stamps))
 
-    async def _details(self, request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(run_details, self._path(request)))
+    def _details(self, request: Request) -> Response:
+        return JSONResponse(run_details(self._path(request)))
 
-    async def _compare(self, request: Request) -> Response:
-        paths = {name: self.store.path_of(name) for name in request.query_params.getlist("run")}
-        return JSONResponse(await run_in_threadpool(compare_runs, paths))
+    def _compare(self, request: Request) -> Response:
+        return JSONResponse(compare_runs({run: self.store.path_of(run) for run in request.query_params.getlist("run")}))
 
-    async def _predictions(self, request: Request) -> Response:
-        found = await run_in_threadpool(read_stored, self._path(request))
-        return JSONResponse(await run_in_threadpool(found.summary))
+    def _predictions(self, request: Request) -> Response:
+        return JSONResponse(self._stored(request).summary())
 
-    async def _samples(self, request: Request) -> Response:
-        found = await run_in_threadpool(read_stored, self._path(request))
-        chosen = (_number(request, name) for name in ("actual", "predicted"))
-        return JSONResponse(await run_in_threadpool(found.samples, *chosen))
+    def _samples(self, request: Request) -> Response:
+        actual, predicted = (_number(request, name) for name in ("actual", "predicted"))
+        return JSONResponse(self._stored(request).samples(actual, predicted))
 
-    async def _image(self, request: Request) -> Response:
-        found = await run_in_threadpool(read_stored, self._path(request))
-        kind, content = await run_in_threadpool(found.image, _number(request, "index") or 0)
+    def _image(self, request: Request) -> Response:
+        kind, content = self._stored(request).image(_number(request, "index") or 0)
         return Response(content, media_type=kind, headers={"cache-control": "private, max-age=3600"})
 
-    async def _file(self, request: Request) -> Response:
+    def _file(self, request: Request) -> Response:
         name = request.query_params.get("name", "")
         path = self._path(request) / name
         if name not in SERVED or not path.is_file():
@@ -158,6 +155,9 @@ class BoardApp:
 
     def _path(self, request: Request) -> Path:
         return self.store.path_of(request.query_params.get("run", ""))
+
+    def _stored(self, request: Request) -> StoredPredictions:
+        return read_stored(self._path(request))
 
 
 def _number(request: Request, name: str) -> int | None:
@@ -169,11 +169,11 @@ def _number(request: Request, name: str) -> int | None:
     return int(text)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=404 if isinstance(error, InputError) else 500)
 
 
-async def _fail(request: Request, error: Exception) -> Response:
+def _fail(request: Request, error: Exception) -> Response:
     # Unexpected errors are answered by name, and the server continues.
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
@@ -184,10 +184,10 @@ def make_app(store: RunStore, token: str) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        reading = asyncio.create_task(board.look())
+        threading.Thread(target=board.look, daemon=True).start()
         yield
-        reading.cancel()
 
+    handlers: dict[Any, Any] = {InputError: _refuse, OSError: _refuse, Exception: _fail}
     return Starlette(
         routes=[*board.routes(), Mount("/static", StaticFiles(directory=STATIC))],
         middleware=[
@@ -195,7 +195,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
             Middleware(Gate, token=token),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
         ],
-        exception_handlers={InputError: _refuse, OSError: _refuse, Exception: _fail},
+        exception_handlers=handlers,
         lifespan=lifespan,
     )
 

@@ -92,7 +92,9 @@ class RunStore:
         # The newest are first, at the top of the page, while the rest is read.
         for path, (changed, files) in sorted(found.items(), key=lambda item: -item[1][0]):
             if self._times.get(path) != changed or self._has_died(path):
-                self._read(path, files)
+                # `flatout scale` writes a recipe next to the folders of its runs.
+                is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
+                self._keep(self._name(path), _row(self._name(path), path) if is_run else None)
                 self._times[path] = changed if now - changed > CLOCK_SECONDS * 1e9 else None
         for path in self._times.keys() - found.keys():
             del self._times[path]
@@ -129,12 +131,6 @@ class RunStore:
     def _has_died(self, path: Path) -> bool:
         row = self._runs.get(self._name(path))
         return row is not None and row["status"] == "running" and not _is_alive(path, holder(path))
-
-    def _read(self, path: Path, files: set[str]) -> None:
-        name = self._name(path)
-        # `flatout scale` writes a recipe next to the folders of its runs.
-        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and SCALE_RESULT not in files)
-        self._keep(name, _row(name, path) if is_run else None)
 
     def _keep(self, name: str, row: dict[str, Any] | None) -> None:
         with self._lock:
@@ -177,14 +173,11 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, Any]:
     recipe = run_files.read_recipe(path)[1]
-    # The page already shows the path.
-    problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
-    problem = f"It {problem}" if problem.startswith("has ") else problem
     has_epochs = (path / METRICS).exists() or (path / SUMMARY).exists()
     return {
         **{key: recipe[key] for key in ("job", "model", "task", "epochs") if isinstance(recipe.get(key), str | int)},
         "status": "running" if is_running else "broken" if has_epochs else "incomplete",
-        "problems": [f"{problem}."] if has_epochs or not is_running else [],
+        "problems": [f"{error}."] if has_epochs or not is_running else [],
         "date": path.stat().st_mtime,
         "epochs_trained": 0,
         "spark": [],
@@ -211,7 +204,6 @@ def _result(files: RunFiles) -> dict[str, Any]:
 
 
 def _status(files: RunFiles, process: Holder | None) -> str:
-    """Return "running", "finished", "failed", "stopped", "broken" or "incomplete"."""
     if _is_alive(files.run, process):
         return "running"
     if not files.summary:
@@ -233,7 +225,6 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
 
 
 def _problems(files: RunFiles, status: str) -> list[str]:
-    """Return sentences about absent and damaged files."""
     missing = dict(files.missing)
     if status == "running":
         missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}

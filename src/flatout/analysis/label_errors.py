@@ -114,7 +114,7 @@ def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[Labe
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelErrors:
-    """Wrong labels of a data set, without its unreadable images.
+    """Wrong labels of a data set's readable images.
 
     `probabilities`, float32 [N, K], are those of networks that `recipe` trained on other images.
     """
@@ -222,16 +222,9 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
 def _suggestion(source: ImageDataset, error: LabelError) -> dict[str, Any]:
     """Return the columns of label-errors.csv, with the image's index and name."""
     split, name = source.split_of(error.index), name_of(source, error.index)
-    return {
-        "index": error.index,
-        "name": name,
-        "file": name,
-        "split": split,
-        "row": error.index - source.splits[split][0],
-        "given": source.classes[error.given],
-        "suggested": source.classes[error.suggested],
-        "confidence": round(error.confidence, 4),
-    }
+    given, suggested = source.classes[error.given], source.classes[error.suggested]
+    values = (name, split, error.index - source.splits[split][0], given, suggested, round(error.confidence, 4))
+    return {"index": error.index, "name": name, **dict(zip(COLUMNS, values, strict=True))}
 
 
 def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:

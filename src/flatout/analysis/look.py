@@ -38,7 +38,7 @@ BINS = 24
 
 
 class Group(NamedTuple):
-    """Images shown together: those of a class, or of a range of numbers; `chosen` are examples."""
+    """Images of a class, or of a range of numbers; `chosen` are examples."""
 
     name: str
     size: int
@@ -75,21 +75,25 @@ class Look:
         """Return remarks for the user before training."""
         figures, source = self.figures, self.source
         counts = source.class_counts("train")
-        few = {name: n for name, n in counts.items() if n < FEW_IMAGES}
+        few = [f"{name} ({n:,})" for name, n in counts.items() if n < FEW_IMAGES]
         remarks = [*source.notes]
         if len(figures["images"]) == 1:
             remarks.append("There is one split: training takes validation and test images from it.")
         if few:
-            names = ", ".join(f"{name} ({n:,})" for name, n in list(few.items())[:5]) + ", …" * (len(few) > 5)
+            names = ", ".join(few[:5]) + ", …" * (len(few) > 5)
             remarks.append(f"{len(few):,} classes have fewer than {FEW_IMAGES} training images: {names}.")
-        if counts and max(counts.values()) >= 3 * max(1, min(counts.values())):
-            most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
-            remarks.append(f"Classes are unbalanced: {counts[most]:,} images of {most}, {counts[least]:,} of {least}.")
-        problems = {
-            "unreadable": "cannot be read",
-            "extreme": f"have a side {EXTREME:g} times the other, or are {EXTREME:g} times as large or small as usual",
-        }
-        return [*remarks, *(f"{len(figures[key]):,} images {text}." for key, text in problems.items() if figures[key])]
+        ranked = sorted((n, name) for name, n in counts.items())
+        if ranked and ranked[-1][0] >= 3 * max(1, ranked[0][0]):
+            (least, smallest), (most, largest) = ranked[0], ranked[-1]
+            remarks.append(f"Classes are unbalanced: {most:,} images of {largest}, {least:,} of {smallest}.")
+        if unreadable := len(figures["unreadable"]):
+            remarks.append(f"{unreadable:,} images cannot be read.")
+        if extreme := len(figures["extreme"]):
+            times = f"{EXTREME:g} times"
+            remarks.append(
+                f"{extreme:,} images have a side {times} the other, or are {times} as large or small as usual."
+            )
+        return remarks
 
     def groups(self) -> list[Group]:
         """Return the classes that are shown with pictures: all, or some from the largest to the smallest."""
@@ -100,17 +104,12 @@ class Look:
             named = [(f"{labels[part[0]]:.4g} to {labels[part[-1]]:.4g}", part) for part in parts]
             return [self._group(name, start + part, number) for number, (name, part) in enumerate(named)]
         counts = np.array(list(source.class_counts("train").values()))
-        order = np.argsort(-counts, kind="stable")
-        order = order[counts[order] > 0]
+        order = np.flatnonzero(counts)
         if len(order) > CLASSES_SHOWN:
+            order = order[np.argsort(-counts[order], kind="stable")]
             order = order[np.linspace(0, len(order) - 1, CLASSES_SHOWN).round().astype(int)]
-        else:
-            order = np.sort(order)
-        groups = []
-        for k in order.tolist():
-            rows = np.flatnonzero(labels[:, k] > 0 if labels.ndim == 2 else labels == k)
-            groups.append(self._group(source.classes[k], start + rows, k))
-        return groups
+        rows = (np.flatnonzero(labels[:, k] > 0 if labels.ndim == 2 else labels == k) for k in order)
+        return [self._group(source.classes[k], start + of, k) for k, of in zip(order.tolist(), rows, strict=True)]
 
     def _group(self, name: str, rows: np.ndarray, number: int) -> Group:
         chosen = rows[permutation(self.recipe.seed, Stream.PICTURES, number + 1, len(rows))[:IMAGES_OF_CLASS]]

@@ -1,7 +1,6 @@
 """`flatout lr`: train a job for some steps while the learning rate rises, and suggest a rate from the losses.
 
-The range test is Smith's (arXiv 1506.01186, section 3.3). Steps are those of a run: its engine, augmentation, optimizer
-and starting weights.
+The range test is Smith's (arXiv 1506.01186, section 3.3).
 """
 
 import math
@@ -71,7 +70,6 @@ def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Option
 
 
 def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
-    """Test on one of the ranks; all return the same, and the main one writes the files."""
     with set_up(console, world, request) as context:
         recipe = context.recipe
         train = place(context, only_train=True)["train"]
@@ -128,9 +126,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     """Return a tenth of the highest rate with the lowest loss; None if the loss does not decrease.
 
     At the minimum the rate is already about to be too high, and an order of magnitude below it training is both fast
-    and stable: Gugger, "How do you find a good learning rate" (2018), and Howard and Gugger, "Deep Learning for Coders
-    with fastai and PyTorch" (2020), chapter 5. Of fastai's other rules, the steepest descent depends on the noise of
-    single steps, and the middle of the longest descent ("valley") lies several times lower here.
+    and stable: Howard and Gugger, "Deep Learning for Coders with fastai and PyTorch" (2020), chapter 5.
 
     Losses that differ by less than their noise count as equal: if the loss stays low over decades, its minimum is
         arbitrary. All arguments have a value for each step; the rates rise.
@@ -150,18 +146,16 @@ def format_lr(result: Mapping[str, Any]) -> list[str]:
     """Return a table of the findings, as lines; `result` is what `find_rate` returned."""
     rates, _, smoothed = zip(*result["points"], strict=True)
     lowest = int(np.argmin(smoothed))
-    table = [
-        ["", "learning rate", "smoothed loss"],
-        ["first step", f"{rates[0]:.2g}", f"{smoothed[0]:.4f}"],
-        ["lowest loss", f"{rates[lowest]:.2g}", f"{smoothed[lowest]:.4f}"],
-        ["last step", f"{rates[-1]:.2g}", f"{smoothed[-1]:.4f}", *["diverged"] * bool(result["diverged"])],
-        ["recipe", f"{result['recipe_rate']:.2g}"],
-    ]
+    table = [["", "learning rate", "smoothed loss"]]
+    for name, i in (("first step", 0), ("lowest loss", lowest), ("last step", -1)):
+        table.append([name, f"{rates[i]:.2g}", f"{smoothed[i]:.4f}"])
+    table[-1] += ["diverged"] * bool(result["diverged"])
+    table.append(["recipe", f"{result['recipe_rate']:.2g}"])
+    remark = "no suggestion: the loss fell at no learning rate; check the labels, the images and the optimizer"
+    if result["rate"] is not None:
+        table.append(["suggested", f"{result['rate']:.2g}"])
     files = f"{result['out']}: {LR_RESULT}, {LR_CHART}"
-    if result["rate"] is None:
-        fix = "check the labels, the images and the optimizer"
-        return [*aligned(table), "", f"no suggestion: the loss fell at no learning rate; {fix}", files]
-    return [*aligned([*table, ["suggested", f"{result['rate']:.2g}"]]), "", files]
+    return [*aligned(table), "", *[remark] * (result["rate"] is None), files]
 
 
 def _draw(path: Path, result: Mapping[str, Any]) -> None:
@@ -176,11 +170,13 @@ def _draw(path: Path, result: Mapping[str, Any]) -> None:
     axes.minorticks_off()
     axes.plot(rates, losses, color=style.FAINT, linewidth=1.0, label="loss of a step")
     axes.plot(rates, smoothed, color=style.RIGHT, linewidth=1.8, label="smoothed")
-    lines = {"diverged": style.WRONG, "recipe_rate": style.MUTED, "rate": style.ORANGE}
-    names = {"recipe_rate": "recipe", "rate": "suggested"}
-    for key, colour in lines.items():
+    for key, name, colour in (
+        ("diverged", "diverged", style.WRONG),
+        ("recipe_rate", "recipe", style.MUTED),
+        ("rate", "suggested", style.ORANGE),
+    ):
         if result[key]:
-            label = f"{names.get(key, key)}: {result[key]:.2g}"
+            label = f"{name}: {result[key]:.2g}"
             axes.axvline(result[key], color=colour, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     low, high = min(losses), min(max(losses), MAX_LOSS_SHOWN * smoothed[0])
     axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))

@@ -1,7 +1,5 @@
-"""Shared output of analyses: new folders, and values with their spread."""
+"""The folders that analyses write into."""
 
-import statistics
-from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -27,9 +25,3 @@ def make_folder(out: Path | None, name: str) -> Path:
     except OSError as error:
         raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
     return out
-
-
-def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Return {median, min, max} of measured values, or None without any."""
-    known = [value for value in values if value is not None]
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None

@@ -4,37 +4,24 @@ Steps are compiled or traced for hardware that this machine lacks; see docs/plan
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from flatout.analysis.gpu import chips_named
+from flatout.analysis.gpu import chips_named, estimate_on_gpus
 from flatout.analysis.output import check_free, make_folder
 from flatout.analysis.roofline import Work, estimate, parse_topologies
 from flatout.analysis.tpu import compiler_versions, tpu_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
-from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import write_json
-from flatout.utils.style import shorten
+from flatout.utils.style import plain
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-PLAN_RESULT, PLAN_CHART = "plan.json", "plan.png"
-# The limits of a step: their names and colours.
-LIMITS = {
-    "compute": ("compute", style.RIGHT),
-    "memory": ("memory", style.ORANGE),
-    "interconnect": ("links", style.PURPLE),
-}
-GPU_LIMITS = {"tensor cores": style.RIGHT, "CUDA cores": style.MUTED, "memory": style.ORANGE, "launches": style.PURPLE}
+PLAN_RESULT = "plan.json"
+# The limits of a step on TPUs, and their names.
+LIMITS = {"compute": "compute", "memory": "memory", "interconnect": "links"}
 
 Row = Mapping[str, Any]
 
@@ -50,12 +37,11 @@ def plan(
     images: int | None = None,
     classes: int | None = None,
     price: float | None = None,
-    largest_batch: bool = False,
     allow_code: bool = False,
     out: Path | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Plan a job for topologies or GPUs; write plan.json and plan.png; return the former's content.
+    """Plan a job for topologies or GPUs; write plan.json and return its content.
 
     Args:
         job: None if `changes` name a model.
@@ -63,14 +49,26 @@ def plan(
         inference: plan predictions instead of training, on GPUs.
         images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
         price: the price of one chip for an hour, in any currency.
-        largest_batch: search for the largest batch that fits, even if the job's batch does.
         job, data, changes, allow_code, out: see `fit` and `Options`.
 
     Raises:
         InputError: an argument is wrong, or the model cannot be compiled.
         TrainingFailed: the devices or the compiler failed, or memory was insufficient.
     """
-    _check_flags(topologies, gpus, price, inference)
+    if topologies is None and gpus is None:
+        raise InputError(
+            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
+            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
+        )
+    if topologies is not None and gpus is not None:
+        raise InputError("--gpu and --topology: give one of them")
+    if price is not None and not (price > 0 and math.isfinite(price)):
+        raise InputError(f"--price {price:g}: must be greater than 0")
+    if inference and gpus is None:
+        raise InputError("--inference: requires --gpu")
+    for flag, value in (("--images", images), ("--classes", classes)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value}: must be at least 1")
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
     chosen = parse_topologies(topologies) if topologies is not None else []
@@ -81,12 +79,10 @@ def plan(
     else:
         raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
     if chips:
-        from flatout.analysis.gpu_plan import estimate_on_gpus
-
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
         with tpu_compiler(work, allow_code, console) as compile_step:
-            planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
+            planned = estimate(work, chosen, compile_step, price)
     recipe = work.recipe
     result = {
         "job": recipe.job,
@@ -101,32 +97,10 @@ def plan(
     }
     out = make_folder(out, f"plan-{recipe.job}")
     write_json(out / PLAN_RESULT, result)
-    draw_plan(out / PLAN_CHART, result)
     return {**result, "out": str(out)}
 
 
-def _check_flags(topologies: str | None, gpus: str | None, price: float | None, inference: bool) -> None:
-    if topologies is None and gpus is None:
-        raise InputError(
-            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
-            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
-        )
-    if topologies is not None and gpus is not None:
-        raise InputError("--gpu and --topology: give one of them")
-    if price is not None and not (price > 0 and math.isfinite(price)):
-        raise InputError(f"--price {price:g}: must be greater than 0")
-    if inference and gpus is None:
-        raise InputError("--inference: requires --gpu")
-
-
 # --- the work of a job ------------------------------------------------------------------------------------------------
-
-
-def check_sizes(images: int | None, classes: int | None) -> None:
-    """Raise InputError if a number of images or classes is not positive."""
-    for flag, value in (("--images", images), ("--classes", classes)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}: must be at least 1")
 
 
 def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int | None) -> Work:
@@ -139,7 +113,6 @@ def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int |
 
     if "model" not in changes or images is None or classes is None:
         raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
-    check_sizes(images, classes)
     check_name(changes["model"])
     recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
     recipe = recipe.override({"optimizer.name": "momentum", **changes})
@@ -160,7 +133,6 @@ def find_work(
     Raises:
         InputError: the size is unknown; or see `resolve`.
     """
-    check_sizes(images, classes)
     recipe = None
     if job in builtin_jobs():
         recipe = load_job(job).override(changes)
@@ -207,12 +179,12 @@ def format_plan(result: Row) -> list[str]:
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"
     )
     lines = (_format_gpus if "gpus" in result else _format_estimate)(result)
-    return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}, {PLAN_CHART}"]
+    return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}"]
 
 
 def _format_estimate(result: Row) -> list[str]:
     with_cost = result["price_per_chip_hour"] is not None
-    head = ["topology", "chips", "memory of each", *(name for name, _ in LIMITS.values()), "step", "images/s", "job"]
+    head = ["topology", "chips", "memory of each", *LIMITS.values(), "step", "images/s", "job"]
     table = [[*head, *["cost"] * with_cost]]
     for row in result["topologies"]:
         needed = _bytes(row["needed_bytes"]) if row["needed_bytes"] else "?"
@@ -220,7 +192,7 @@ def _format_estimate(result: Row) -> list[str]:
         if row["fits"]:
             times = row["seconds"]
             cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
-            cells += [_short(times["step"]), f"≤ {style.plain(row['images_per_second'])}", _span(row["job_seconds"])]
+            cells += [_short(times["step"]), f"≤ {plain(row['images_per_second'])}", _span(row["job_seconds"])]
             if with_cost:
                 cells.append(_money(row["cost"]))
         else:
@@ -232,13 +204,12 @@ def _format_estimate(result: Row) -> list[str]:
         "* limits the step. All figures are upper bounds of the speed: the compiler's counts at the chip's peak rates.",
         "  Real steps take longer; reading images, starting steps and evaluation are not included: docs/plan.md.",
     ]
-    for row in result["topologies"]:
-        lines += [f"{row['topology']}: {remark}." for remark in _remarks(result, row)]
-    if result["scaling"]:
-        shown = [row for row in result["scaling"] if row["chips"] in (1, 4, 16, 64, 256)]
-        parts = ", ".join(f"{row['chips']}: {row['efficiency']:.0%}" for row in shown)
-        kind = result["scaling_of"].partition(":")[0]
-        lines.append(f"Efficiency of the same batch by number of {kind} chips: {parts}.")
+    lines += [
+        f"{row['topology']}: {row['devices']} devices cannot share a batch of {result['batch_size']:,} evenly; "
+        f"{row['padding_fraction']:.1%} of the work is padding. A batch of {row['batch_padded']:,} costs the same."
+        for row in result["topologies"]
+        if row["padding_fraction"] > 0
+    ]
     return lines
 
 
@@ -248,7 +219,7 @@ def _format_gpus(result: Row) -> list[str]:
     table = [head]
     for row in result["gpus"]:
         cells = [row["gpu"], f"{_bytes(row['memory_bytes'])} of {_bytes(row['gpu_memory_bytes'])}"]
-        cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), style.plain(row["images_per_second"])]
+        cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), plain(row["images_per_second"])]
         cells += [_span(row["epoch_seconds"]), _span(row["job_seconds"])]
         if with_cost:
             cells.append(_money(row["cost"]))
@@ -268,22 +239,6 @@ def _money(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 else f"{amount:.2g}"
 
 
-def _remarks(result: Row, row: Row) -> list[str]:
-    found, batch, largest = [], f"{result['batch_size']:,}", row.get("largest_batch")
-    if "largest_batch" in row and largest is None:
-        found.append("no batch was found to fit; try a generation with more memory, or --set shard=full")
-    elif largest is not None and row["fits"]:
-        found.append(f"the largest batch that fits is about {largest:,}")
-    elif largest is not None:
-        found.append(f"a batch of {batch} does not fit; the largest that does is about {largest:,}")
-    if row["padding_fraction"] > 0:
-        found.append(
-            f"{row['devices']} devices cannot share a batch of {batch} evenly; {row['padding_fraction']:.1%} of the"
-            f" work is padding. A batch of {row['batch_padded']:,} costs the same"
-        )
-    return found
-
-
 def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1000:
@@ -301,77 +256,3 @@ def _short(seconds: float) -> str:
         if factor * seconds < 999.5:
             return f"{factor * seconds:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-
-
-# --- chart ------------------------------------------------------------------------------------------------------------
-
-
-def draw_plan(path: Path, result: Row) -> None:
-    """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
-    how = "estimate" if "gpus" in result else "estimate, upper bound"
-    title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
-    figure = style.new_figure(9.0, 3.9, title=title)
-    left, right = figure.subplots(1, 2)
-    if "gpus" in result:
-        _draw_gpus(left, right, result["gpus"])
-    else:
-        style.style_panel(left, "Images per second, upper bound", "chips")
-        style.style_panel(right, "Step time by limit; the longest decides")
-        if fitting := [row for row in result["topologies"] if row["fits"]]:
-            _draw_throughput(left, fitting, result["scaling"])
-            _draw_steps(right, fitting)
-        else:
-            for axes in (left, right):
-                style.add_message(axes, "does not fit")
-    style.write_png(figure, path)
-
-
-def _draw_gpus(left: "Axes", right: "Axes", rows: Sequence[Row]) -> None:
-    names = [row["gpu"] for row in rows]
-    style.style_panel(left, f"Images per second (expected error {rows[0]['expected_error_90']:.0%})")
-    style.style_panel(right, "Share of the step by limit")
-    rates = [row["images_per_second"] for row in rows]
-    off = [row["expected_error_90"] for row in rows]
-    spreads = [{"median": r, "min": r * (1 - e), "max": r * (1 + e)} for r, e in zip(rates, off, strict=True)]
-    style.draw_bars(left, names, spreads, style.plain)
-    style.start_at_zero(left, headroom=0.1)
-    below = np.zeros(len(rows))
-    for limit, colour in GPU_LIMITS.items():
-        shares = np.array([row["shares"][limit] for row in rows])
-        right.bar(range(len(rows)), shares, bottom=below, width=0.55, color=colour, label=limit)
-        below += shares
-    style.name_ticks(right, names)
-    style.start_at_zero(right, headroom=0.25)
-    style.add_legend(right, loc="upper left", ncols=4)
-
-
-def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row]) -> None:
-    chips = sorted({row["chips"] for row in curve or fitting})
-    if curve:
-        rates = [row["images_per_second"] for row in curve]
-        ideal = [rates[0] * row["chips"] / curve[0]["chips"] for row in curve]
-        axes.plot(chips, ideal, color=style.MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
-        axes.plot(chips, rates, color=style.RIGHT, linewidth=1.8)
-    for marker, row in zip(cycle("os^Dv"), fitting, strict=False):
-        # Values are in the legend: labels at the points would hide the curve.
-        label = f"{row['topology']}  ≤ {style.plain(row['images_per_second'])}"
-        axes.plot(row["chips"], row["images_per_second"], marker, color=style.RIGHT, markersize=5.5, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(chips, [str(n) for n in chips])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    style.add_legend(axes, loc="upper left")
-
-
-def _draw_steps(axes: "Axes", fitting: Sequence[Row]) -> None:
-    times = [row["seconds"] for row in fitting]
-    unit, factor = ("ms", 1e3) if max(seconds["step"] for seconds in times) >= 1e-3 else ("µs", 1e6)
-    for side, (limit, (name, colour)) in zip((-1, 0, 1), LIMITS.items(), strict=True):
-        places = [index + 0.25 * side for index in range(len(fitting))]
-        bars = axes.bar(places, [factor * s[limit] for s in times], width=0.22, color=colour, label=name)
-        axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=style.INK, padding=2)
-    style.name_ticks(axes, [row["topology"] for row in fitting])
-    axes.set_ylabel(unit, fontsize=8, color=style.MUTED)
-    style.start_at_zero(axes, headroom=0.2)
-    style.add_legend(axes, loc="upper left", ncols=3)

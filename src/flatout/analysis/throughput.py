@@ -1,6 +1,6 @@
 """`flatout bench`: how fast the input path, the step and training are, and what limits the job.
 
-The steps that are timed are those of the training loop; `flatout plan` and `flatout lr` take them too.
+The steps that are timed are those of the training loop.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
-from flatout.analysis.output import spread
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.devices import machine
@@ -46,25 +45,17 @@ Steps = Generator[None, None, None]
 
 
 class Timed:
-    """Times steps of an endless sequence; all processes take the same ones.
-
-    Args:
-        engine: runs the steps, and is synchronised.
-    """
+    """Times steps of an endless sequence, which `engine` runs; all processes take the same ones."""
 
     def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
         self._steps, self._engine, self._world = steps, engine, world
+        self.close = steps.close  # ends the threads that read ahead
 
     def seconds(self, steps: int) -> float:
         """Take some steps, wait for them, and return the time of one in the slowest process."""
         began = time.perf_counter()
-        self._take(steps)
+        self.take(steps)
         return max(self._world.all_gather_object((time.perf_counter() - began) / steps))
-
-    def steady_seconds(self, steps: int) -> float:
-        """Return `seconds` after consuming the batches that were prefetched during a pause."""
-        self._take(READ_AHEAD)
-        return self.seconds(steps)
 
     def steps_in(self, seconds: float) -> int:
         """Measure the number of steps that take about `seconds`, at least one."""
@@ -74,11 +65,8 @@ class Timed:
             one = self.seconds(steps)
         return max(1, round(seconds / one))
 
-    def close(self) -> None:
-        """End the threads that read ahead."""
-        self._steps.close()
-
-    def _take(self, steps: int) -> None:
+    def take(self, steps: int) -> None:
+        """Take some steps and wait for them."""
         for _ in islice(self._steps, steps):
             pass
         self._engine.counts()
@@ -155,8 +143,8 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
         for steps, _ in timed.values():
             stack.callback(steps.close)
         rates, communication = _measure_in_turn(timed, engine)
-        spreads = {name: spread(found) for name, found in rates.items()}
         medians = {name: statistics.median(found) for name, found in rates.items()}
+        spreads = {n: {"median": medians[n], "min": min(found), "max": max(found)} for n, found in rates.items()}
         limit = "input" if medians["input"] < medians["compute"] else "compute"
         # Of the same round, in which a slow machine affects both equally.
         shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]
@@ -211,7 +199,8 @@ def _measure_in_turn(
     engine.communication_seconds()
     while len(rates["training"]) < ROUNDS and sum(spent.values()) < LIMIT_SECONDS:
         for name, (one, images) in timed.items():
-            seconds = one.steady_seconds(steps[name])
+            one.take(READ_AHEAD)
+            seconds = one.seconds(steps[name])
             rates[name].append(images / seconds)
             spent[name] += seconds * steps[name]
             communicated = engine.communication_seconds()

@@ -51,24 +51,24 @@ _REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of
 
 @contextlib.contextmanager
 def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Compile]:
-    """Provide a function that compiles the job's step for a topology and a batch size, from the cache if possible.
+    """Provide a function that compiles the job's step for a topology, or takes the figures from the cache.
 
     Python handles no signal while XLA compiles, so that happens in a child process, which can be killed at any time.
     """
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
     workers: list[multiprocessing.process.BaseProcess] = []
 
-    def compile_cached(topology: Topology, batch: int) -> dict[str, Any]:
-        path = _cache_file(work, topology, batch)
+    def compile_cached(topology: Topology) -> dict[str, Any]:
+        path = _cache_file(work, topology)
         if path is not None:
             with contextlib.suppress(OSError, ValueError):
                 return json.loads(path.read_text(encoding="utf-8"))
         require_compiler()
-        console.note(f"compiling {work.recipe.model}, batch {batch:,}, for {topology.name}")
+        console.note(f"compiling {work.recipe.model}, batch {work.batch:,}, for {topology.name}")
         # The child inherits the mask, so that Ctrl-C reaches only this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         before = multiprocessing.active_children()
-        compiled = pool.submit(_compile, work, allow_code, topology, batch)
+        compiled = pool.submit(_compile, work, allow_code, topology)
         workers.extend(worker for worker in multiprocessing.active_children() if worker not in before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -97,9 +97,9 @@ def compiler_versions() -> dict[str, str]:
     return dict.fromkeys(_COMPILERS, "") | installed(*_COMPILERS)
 
 
-def _cache_file(work: Work, topology: Topology, batch: int) -> Path | None:
-    """Return the cache file of a program's results, named by everything that determines them; None for user code."""
-    recipe = work.recipe.override({"batch_size": batch, "epochs": 1})
+def _cache_file(work: Work, topology: Topology) -> Path | None:
+    """Return the cache file of a program's results; None for user code, whose content no name tells."""
+    recipe = work.recipe.override({"batch_size": work.batch, "epochs": 1})
     if ":" in recipe.model and not recipe.model.startswith("timm:"):
         return None
     key = json.dumps([recipe.to_toml(), work.classes, topology.name, compiler_versions()])
@@ -123,13 +123,13 @@ def _start() -> None:
 _models: "list[nn.Module]" = []
 
 
-def _compile(work: Work, allow_code: bool, topology: Topology, batch: int) -> dict[str, Any]:
+def _compile(work: Work, allow_code: bool, topology: Topology) -> dict[str, Any]:
     from flatout.models.build import build_model
 
     if not _models:
         # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
         _models.append(build_model(work.recipe, work.classes, allow_code=allow_code))
-    recipe = work.recipe.override({"batch_size": batch})
+    recipe = work.recipe.override({"batch_size": work.batch})
     return compile_step(_models[0], recipe, devices_of(topology), work.classes)
 
 

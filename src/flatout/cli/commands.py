@@ -223,31 +223,22 @@ def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSourc
 
 @command(
     "JOB",
-    "--devices --data --out --epochs --batch-size --repeats --weak --set --json",
-    "scale fashion-mnist --devices cpu,2xcpu --repeats 3",
+    "--devices --data --out --epochs --batch-size --set --json",
+    "scale fashion-mnist --devices cpu,2xcpu",
     devices={"metavar": "SPEC,...", "required": True, "help": "such as cpu,2xcpu or cpu,cuda,4xcuda"},
 )
 def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
     from flatout.analysis.scale import format_scale, scale
 
-    result = scale(
-        args.job,
-        args.data,
-        changes_of(args),
-        devices=args.devices,
-        out=args.out,
-        repeats=args.repeats,
-        weak=args.weak,
-        console=console,
-    )
+    result = scale(args.job, args.data, changes_of(args), devices=args.devices, out=args.out, console=console)
     return result, format_scale(result)
 
 
 @command(
     "[JOB]",
     "--gpu --topology --data --images --classes --model --image-size --epochs --batch-size"
-    " --inference --price --largest-batch --out --set --json",
+    " --inference --price --out --set --json",
     "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
     classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
@@ -266,7 +257,6 @@ def do_plan(args: Namespace, console: Console) -> Output:
         images=args.images,
         classes=args.classes,
         price=args.price,
-        largest_batch=args.largest_batch,
         allow_code=args.model is not None,
         out=args.out,
         console=console,

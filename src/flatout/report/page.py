@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import numpy as np
 from flatout.engine.pixels import centre
 from flatout.report import pictures
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
-from flatout.report.stages import stages
-from flatout.report.verdict import CHECKED
+from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, confusion, task_named
 from flatout.utils.console import duration
 from flatout.utils.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
@@ -171,19 +169,16 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
         return number(test, digits), f"test {name}", task.remark("test", summary)
     if valid is not None:
         return number(valid), f"validation {name}", "there is no test result"
+    step = task.step_metric.replace("_", " ")
+    of_an_epoch = {f"valid_{metric}": f"validation {name}", f"train_{task.step_metric}": f"training {step}"}
     for line in reversed(files.metrics):
-        for split, words in SPLIT_NAMES.items():
-            if not summary and (value := finite(line.get(f"{split}_{metric}"))) is not None:
-                return number(value), f"{words} {name}, epoch {line['epoch']}", ""
-        train = finite(line.get(f"train_{task.step_metric}"))
-        if train is not None:
-            name = task.step_metric.replace("_", " ")
-            return number(train), f"training {name}, epoch {line['epoch']}", "there is no test or validation result"
+        for key, words in of_an_epoch.items():
+            if (value := finite(line.get(key))) is not None:
+                return number(value), f"{words}, epoch {line['epoch']}", "there is no test result"
     return None
 
 
 def _spread(summary: Mapping[str, Any], key: str) -> str:
-    """Return the mean of a metric over the folds and its standard deviation, as text."""
     mean, std = (finite((summary.get(part) or {}).get(key)) for part in ("mean", "std"))
     return "—" if mean is None or std is None else f"{number(mean)} ± {plain(float(f'{std:.2g}'))}"
 
@@ -192,37 +187,32 @@ def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[
     """Return rows of a name, the linked report, and cells; the first row has the column names."""
     wanted = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names)]
     keys = [key for key in wanted if key in (summary.get("mean") or {})]
+
+    def cells(figures: Mapping[str, Any]) -> list[str]:
+        return ["—" if (value := finite(figures.get(key))) is None else number(value) for key in keys]
+
     titles = [key.replace("valid_", "held-out ").replace("_", " ") for key in keys]
     rows = [("fold", "", [*titles, "training images", "training time"])]
     for fold in summary["folds"]:
-        cells = [number(value) if (value := finite(fold.get(key))) is not None else "—" for key in keys]
         images, seconds = f"{fold.get('train_images', 0):,}", duration(fold.get("train_seconds") or 0.0)
-        rows.append((str(fold["fold"]), f"{fold['folder']}/{REPORT}", [*cells, images, seconds]))
-    together = {key: finite(summary.get(key)) for key in keys}
-    means = [_spread(summary, key) for key in keys]
-    rows.append(("mean ± standard deviation", "", [*means, "", ""]))
-    rows.append(("together", "", [*("—" if v is None else number(v) for v in together.values()), "", ""]))
-    return rows
+        rows.append((str(fold["fold"]), f"{fold['folder']}/{REPORT}", [*cells(fold), images, seconds]))
+    rows.append(("mean ± standard deviation", "", [*(_spread(summary, key) for key in keys), "", ""]))
+    return [*rows, ("together", "", [*cells(summary), "", ""])]
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    epochs, trained = summary.get("epochs"), summary.get("epochs_trained")
     facts = [
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
         ("everything included", "wall_seconds", duration),
-        (
-            "epoch" if summary.get("epochs") == 1 else "epochs",
-            "epochs",
-            partial(_epochs, summary.get("epochs_trained")),
-        ),
+        ("epoch" if epochs == 1 else "epochs", "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
-    known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]
-    return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
-
-
-def _epochs(trained: object, wanted: float) -> str:
-    return f"{wanted:,.0f}" if trained is None or trained == wanted else f"{trained:,} of {wanted:,.0f}"
+    known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
+    if trained not in (None, epochs) and "epochs" in known:
+        known["epochs"] = f"{trained:,} of {known['epochs']}"
+    return [*known.items(), *([("devices", _text(summary["devices"]))] if summary.get("devices") else [])]
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:
@@ -266,24 +256,20 @@ def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tu
 
 
 def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
-    """Return names and values, as text; `split` is `test` or `valid`."""
     found = summary.get("trust") or {}
     rows: list[tuple[str, str]] = []
     interval = summary.get(f"{split}_accuracy_interval")
     if isinstance(interval, list) and len(interval) == 2:
         rows.append(("95 % confidence interval", "–".join(f"{end:.3f}" for end in interval)))
-    names = {
-        "balanced_accuracy": "balanced accuracy",
-        "top5_accuracy": "top-5 accuracy",
-        "roc_auc": "area under ROC",
+    values = {
+        "balanced accuracy": summary.get(f"{split}_balanced_accuracy"),
+        "top-5 accuracy": summary.get(f"{split}_top5_accuracy"),
+        "area under ROC": summary.get(f"{split}_roc_auc"),
+        "calibration error": found.get("ece_after"),
+        "before temperature scaling": found.get("ece_before"),
+        "temperature": found.get("temperature"),
     }
-    values = {name: finite(summary.get(f"{split}_{key}")) for key, name in names.items()}
-    rows += [(name, f"{value:.3f}") for name, value in values.items() if value is not None]
-    before, after = finite(found.get("ece_before")), finite(found.get("ece_after"))
-    if before is not None and after is not None:
-        rows += [("calibration error", f"{after:.3f}"), ("before temperature scaling", f"{before:.3f}")]
-    if (temperature := finite(found.get("temperature"))) is not None:
-        rows.append(("temperature", f"{temperature:.3g}"))
+    rows += [(name, f"{value:.3f}") for name, raw in values.items() if (value := finite(raw)) is not None]
     if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
         rows.append(("images answered “unknown”", f"{100 * share:.1f}\u00a0%"))
     return rows
@@ -301,7 +287,6 @@ def _prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first mistakes with the heatmaps of their predictions."""
     if shown.heatmaps is None:
         return []
     images = centre(shown.images[shown.mistakes[: len(shown.heatmaps)]], *shown.heatmaps.shape[1:])

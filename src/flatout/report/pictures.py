@@ -281,14 +281,12 @@ def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) ->
 
 
 def _label_classes(axes: "Axes", classes: Sequence[str]) -> None:
-    K = len(classes)
+    K, few = len(classes), len(classes) <= NUMBERS_UP_TO_CLASSES
     ticks = range(0, K, math.ceil(K / LABELS_AT_MOST))
     labels = [shorten(classes[tick], LABEL_WIDTH) for tick in ticks]
-    size = 8 if K <= NUMBERS_UP_TO_CLASSES else 6.5
-    text: dict[str, Any] = {"fontsize": size, "family": style.families(), "parse_math": False, "color": style.INK}
-    slant: dict[str, Any] = {"rotation": 90}
-    if K <= NUMBERS_UP_TO_CLASSES:
-        slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+    text: dict[str, Any] = {"family": style.families(), "parse_math": False, "color": style.INK}
+    text["fontsize"] = 8 if few else 6.5
+    slant: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if few else {"rotation": 90}
     axes.set_xticks(ticks, labels, **text, **slant)
     axes.set_yticks(ticks, labels, **text)
     axes.set_xlabel("predicted  (colour: share of the row, square-root scale)", fontsize=8, color=style.MUTED)
@@ -390,14 +388,12 @@ def _draw_decisions(roc: "Axes", precision: "Axes", decisions: Sequence[tuple[st
             (precision, recall, shares, average_precision_score),
         )
         for axes, x, y, area in pairs:
-            looks: dict[str, Any] = {
-                "color": style.MUTED,
-                "linewidth": 0.5,
-                "label": "each class" if number == 1 else None,
-            }
-            if not number:
-                label = f"{shorten(name, 24)}, area {area(*both):.3f}"
-                looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": label}
+            looks: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}
+            if number == 0:
+                looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3}
+                looks["label"] = f"{shorten(name, 24)}, area {area(*both):.3f}"
+            elif number == 1:
+                looks["label"] = "each class"
             kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.int64))
             axes.plot(x[kept], y[kept], **looks)
     for axes, place in ((roc, "lower right"), (precision, "lower left")):

@@ -1,4 +1,7 @@
-"""The verdict on a run: findings in plain sentences, each with advice; each rule yields at most one."""
+"""What a run did and how well, in words: its stages, and the verdict.
+
+The verdict's findings are plain sentences, each with advice; each rule yields at most one.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,14 +10,11 @@ from typing import Any
 from flatout.config import Recipe
 from flatout.engine.schedule import scaled_rate
 from flatout.tasks import task_of
+from flatout.utils.console import counted, duration
 from flatout.utils.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0
-# A training loss above this share of ln K, the loss of uniform predictions, has hardly begun to fall.
-UNTRAINED_SHARE = 0.97
-# An accuracy this close to guessing is useless, even if it is not luck.
-NEAR_CHANCE = 0.05
 # Fewer test images than this cannot tell luck from skill.
 MIN_TEST_IMAGES = 20
 # A model that has learnt its training images is far above guessing on them: by half, and by more than a typical gap.
@@ -27,16 +27,12 @@ UNSUSPECTED_FACTOR = 2.0
 LEARNING_RATE_STEP = 10.0
 # Augmentation and dropout make training images harder, so that even a small gap shows overfitting.
 OVERFITTING_GAP = 0.1
-# Validation and test accuracy of comparable splits differ by chance alone, and by the choice of the best epoch.
-SPLIT_GAP = 0.03
 # The lowest validation loss of several epochs is low by chance: a rise below a tenth, or of one epoch, means little.
 RISING_LOSS_FACTOR, RISING_LOSS_EPOCHS = 1.1, 2
 # Minimum gain of accuracy from the third to the last quarter of the epochs: below it, more epochs gain little.
 STILL_IMPROVING = 0.01
 # Two epochs show no trend. Above this accuracy no advice is needed.
 FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
-# Images from this size on, in colour, are usually photos, for which published weights exist.
-PHOTO_PIXELS = 64
 # The narrowest network of generated recipes.
 SMALLEST_MODEL = "fast-cnn-16"
 # A loss above twice ln K is worse than uniform predictions. It may also occur in the first steps of a sound run.
@@ -52,7 +48,7 @@ CLASSES_NAMED = 5
 HELP = "fewer epochs, augmentation"
 # What the rules look at, by task: accuracies exist only in single-label tasks.
 CHECKED = {
-    "single-label": "learning, overfitting, gaps between splits, number of epochs, class balance, waiting for images",
+    "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
     "multi-label": "divergence, a rising loss, classes never predicted, class balance, waiting for images",
     "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
 }
@@ -69,7 +65,7 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
     if not learning:
-        rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _no_pretraining, _unpredicted)
+        rules = (_overfitting, _rising_loss, _more_epochs, _unpredicted)
         learning = [sentence for rule in rules for sentence in rule(run)]
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
@@ -84,23 +80,10 @@ class _Run:
         self.train = finite(self.last.get("train_accuracy"))
         self.test, self.valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
         self.held_out, self.split = (self.valid, "validation") if self.test is None else (self.test, "test")
-        self.is_pretrained = bool(recipe.pretrained or recipe.weights)
 
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
-
-    def margin(self, split: str, accuracy: float) -> float:
-        """Return how far the accuracy on a split may deviate by chance.
-
-        Two right and two wrong predictions are added (Agresti and Coull, 1998), so that the margin of few images is
-        never 0.
-        """
-        count = self.summary.get(f"{'valid' if split == 'validation' else split}_count")
-        if not count:
-            return 0.0
-        likely = (accuracy * count + 2) / (count + 4)
-        return STANDARD_ERRORS * math.sqrt(likely * (1 - likely) / (count + 4))
 
     def counts(self, name: str) -> list[tuple[int, str]]:
         """Return the numbers of images of all classes, each with the shortened name of its class."""
@@ -148,14 +131,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
     finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
-        # Barely above chance: the training loss shows more reliably whether anything was learnt.
-        loss, uniform = finite(run.last.get("train_loss")), math.log(classes)
-        is_untrained = loss is not None and UNTRAINED_SHARE * uniform < loss <= DIVERGED_FACTOR * uniform
-        if is_untrained and accuracy <= guess + NEAR_CHANCE:
-            yield (
-                f"{finding} is close to chance for {classes} classes: the training loss, {loss:.3f}, is still about"
-                f" that of guessing, {uniform:.3f}. {_learning_rate_advice(run.recipe)}"
-            )
         return
     if accuracy > guess + 0.01:
         how += f", within ± {spread:.3f} on {count:,} images"
@@ -169,7 +144,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
 
 
 def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
-    """Report a regression that explains none of the variance."""
     for split, name in (("test", "test"), ("valid", "validation")):
         explained = finite(run.summary.get(f"{split}_r2"))
         if explained is not None:
@@ -198,13 +172,16 @@ def _overfitting(run: _Run) -> Iterator[str]:
     if run.train is None or not known:
         return
     accuracy, split = min(known)
-    # Three standard errors, since the worse of two splits is taken.
-    if run.train - accuracy <= max(OVERFITTING_GAP, 1.5 * run.margin(split, accuracy)):
+    # Three standard errors, since the worse of two splits is taken. Two right and two wrong predictions are added
+    # (Agresti and Coull, 1998), so that the error of few images is never 0.
+    count = run.summary.get(f"{'valid' if split == 'validation' else split}_count")
+    likely = (accuracy * count + 2) / (count + 4) if count else 0.0
+    if run.train - accuracy <= max(OVERFITTING_GAP, 3 * math.sqrt(likely * (1 - likely) / ((count or 0) + 4))):
         return
     advice = {
         "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
         "optimizer.weight_decay": not run.recipe.optimizer.weight_decay,
-        "pre-trained weights": not run.is_pretrained,
+        "pre-trained weights": not (run.recipe.pretrained or run.recipe.weights),
     }
     what = [name for name, is_new in advice.items() if is_new] or ["more images"]
     if run.recipe.model != SMALLEST_MODEL:
@@ -222,23 +199,11 @@ def _rising_loss(run: _Run) -> Iterator[str]:
         name, losses = "test", run.history("test_loss")
     if losses and min(losses[-RISING_LOSS_EPOCHS:])[0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
+        finding, advice = "became surer of its wrong answers", f"{HELP}, label_smoothing"
         if run.recipe.task == "regression":
-            yield f"{rise}: the model began to learn its training images by heart. What may help: {HELP}."
-        else:
-            yield f"{rise}: the model became surer of its wrong answers. What may help: {HELP}, label_smoothing."
-
-
-def _split_gap(run: _Run) -> Iterator[str]:
-    test, valid = run.test, run.valid
-    if test is None or valid is None:
-        return
-    noise = math.hypot(run.margin("test", test), run.margin("validation", valid))
-    if valid - test > max(SPLIT_GAP, noise):
-        yield (
-            f"Test accuracy {test:.3f} is well below validation accuracy {valid:.3f}: the splits differ. `flatout"
-            " check` finds images that are in two splits; other causes are other cameras, times or sources."
-        )
+            finding, advice = "began to learn its training images by heart", HELP
+        rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
+        yield f"{rise}: the model {finding}. What may help: {advice}."
 
 
 def _more_epochs(run: _Run) -> Iterator[str]:
@@ -268,17 +233,6 @@ def _more_epochs(run: _Run) -> Iterator[str]:
         )
 
 
-def _no_pretraining(run: _Run) -> Iterator[str]:
-    is_impossible = any("random weights" in str(note) for note in run.summary.get("notes") or ())
-    is_photo = run.recipe.channels == 3 and min(run.recipe.image_sides) >= PHOTO_PIXELS
-    is_advisable = is_photo and not run.is_pretrained and not is_impossible
-    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_advisable:
-        yield (
-            f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"
-            " accuracy considerably: --model timm:resnet18 --set pretrained=true."
-        )
-
-
 def _unpredicted(run: _Run) -> Iterator[str]:
     pairs = zip(run.counts("test_class"), run.counts("test_predicted"), strict=False)
     missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= MIN_CLASS_IMAGES]
@@ -305,3 +259,54 @@ def _input_wait(run: _Run) -> Iterator[str]:
         if run.recipe.data.placement == "disk":
             advice = "--set data.placement=memory avoids reading from the disk"
         yield f"{share:.0%} of the training time was spent waiting for images: {advice}."
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return name, layers and time of each stage, in words; the time is empty if a stage took none.
+
+    Nothing is returned for a run in which all layers train from random weights.
+
+    Args:
+        summary: the content of `summary.json`.
+        recipe: nested plain values at the end of the run.
+    """
+    times = summary.get("time_seconds") or {}
+    source = f"the weights {recipe['weights']}" if recipe.get("weights") else ""
+    if recipe.get("pretrained") and not source:
+        source = f"the published weights of {recipe.get('model')}"
+    if not source and "head" not in times:
+        return []
+    rows = [("pre-trained", f"the layers before the head: {source}" if source else "none: random weights", "")]
+    if "head" in times:
+        is_mirrored = recipe.get("tta") and (recipe.get("augment") or {}).get("flip")
+        once = "once for each image" + " and its mirror image" * bool(is_mirrored)
+        rows.append(("features", f"the layers before the head, frozen: their output is computed {once}", "features"))
+        rows.append(("head", "the head is fitted to the features" + _fitted(summary), "head"))
+    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), "train"))
+    kept = summary.get("kept_epoch")
+    rows.append(("evaluation", "the fitted head" if kept == 0 else f"the weights of epoch {kept or '—'}", "evaluate"))
+    seconds = [finite(times.get(key)) for *_, key in rows]
+    return [
+        (name, layers, duration(spent) if spent else "") for (name, layers, _), spent in zip(rows, seconds, strict=True)
+    ]
+
+
+def _fitted(summary: Mapping[str, Any]) -> str:
+    """Return the number of parameters of the head, if only these were trained."""
+    count = finite(summary.get("trained_parameters"))
+    return f": {count:,.0f} parameters" if count and not summary.get("epochs_trained") else ""
+
+
+def _fine_tuning(summary: Mapping[str, Any], *, has_head: bool) -> str:
+    epochs, count = summary.get("epochs_trained"), finite(summary.get("trained_parameters"))
+    if not epochs:
+        return "left out: the layers before the head stay as they were" if has_head else "left out"
+    every = finite(summary.get("parameters"))
+    if not count or not every:
+        return counted(epochs, "epoch")
+    if count == every:
+        return f"all {every:,.0f} parameters, {counted(epochs, 'epoch')}"
+    return f"{count:,.0f} of {every:,.0f} parameters, {counted(epochs, 'epoch')}; the others are frozen"

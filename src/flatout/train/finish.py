@@ -23,8 +23,7 @@ from flatout.inference.calibration import Calibration, FeatureStats, feature_sam
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
 from flatout.models.weights import save_tensors
-from flatout.report.stages import stages
-from flatout.report.verdict import verdict
+from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
 from flatout.train.context import Ended, TrainContext
 from flatout.train.head_stage import HeadStage

@@ -7,7 +7,7 @@ import io
 import math
 import unicodedata
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, FAINT, EMPTY = "#1d2329", "#66707b", "#d5dbe1", "#f1f3f5"
-RIGHT, WRONG, ORANGE, PURPLE = "#0b62b0", "#c4331d", "#d2620a", "#8a6fb0"
+RIGHT, WRONG, ORANGE = "#0b62b0", "#c4331d", "#d2620a"
 
 # Fonts with Chinese, Japanese and Korean characters; matplotlib's own font has none.
 _CJK_FONTS = (
@@ -105,22 +105,11 @@ def add_message(axes: "Axes", text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
 
 
-def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None:
-    """Return matplotlib's error bars from the medians to minimum and maximum; None if nothing was repeated."""
-    if all(f["min"] == f["max"] for f in figures):
-        return None
-    return [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
-
-
-def draw_bars(
-    axes: "Axes", names: Sequence[str], figures: Sequence[Mapping[str, float]], text: Callable[[float], str]
-) -> None:
-    """Draw a bar for each median, a whisker from minimum to maximum, the value above and the name below."""
-    medians = [figure["median"] for figure in figures]
-    errors = {"ecolor": MUTED, "capsize": 3}
-    axes.bar(range(len(names)), medians, yerr=whiskers(figures), width=0.55, color=RIGHT, error_kw=errors)
-    for position, figure in enumerate(figures):
-        add_label(axes, position, figure["max"], text(figure["median"]))
+def draw_bars(axes: "Axes", names: Sequence[str], values: Sequence[float], text: Callable[[float], str]) -> None:
+    """Draw a bar for each value, the value above and the name below."""
+    axes.bar(range(len(names)), values, width=0.55, color=RIGHT)
+    for position, value in enumerate(values):
+        add_label(axes, position, value, text(value))
     name_ticks(axes, names)
 
 
