@@ -297,7 +297,6 @@ def test_addresses_and_runs_that_are_refused(
     (copy / "summary.json").unlink()
     hub.repositories["ann/other"] = Repository()
     wrong = "is not the address of a run; give hf://USER/NAME"
-    here = "this command needs a run folder on this computer"
     for words, expected in (
         (["predict", "hf://ann/other", str(tmp_path)], "holds no run of flatout: recipe.toml is missing"),
         (["predict", "hf://ann/none", str(tmp_path)], "hf://ann/none: there is no such repository or revision"),
@@ -305,7 +304,7 @@ def test_addresses_and_runs_that_are_refused(
             (["predict", url, str(tmp_path)], f"{url}: {wrong}")
             for url in ("hf://ann", "hf://datasets/ann/x", "hf://a/../x")
         ),
-        *((command, here) for command in (["report", URL], ["compare", URL, URL], ["upload", URL, URL])),
+        *((command, "run folder") for command in (["report", URL], ["upload", URL, URL])),
         (["upload", str(run.path), f"{URL}@v1"], "uploads go to the main branch"),
         (
             ["upload", str(copy), URL],

@@ -30,7 +30,6 @@ OFFERED = {
     "flatout train --out pho": {"photos"},
     "flatout predict pho": {"photos", "phone.csv"},
     "flatout completion _": {"bash", "zsh", "fish"},
-    "flatout pack --resize _": {"squash", "crop", "pad"},
 }
 
 

@@ -105,7 +105,10 @@ WRONG = [
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
     ({"optimizer.name": "lamb"}, "optimizer.name = 'lamb': known: sgd, momentum, adagrad, adam, adamw, torch:NAME"),
-    ({"optimizer.name": "timm:lion", "optimizer.betas": [1.5]}, "optimizer.betas = (1.5,): each must be at least 0"),
+    (
+        {"optimizer.name": "timm:lion", "optimizer.betas": [1.5]},
+        "optimizer.betas = (1.5,): must be numbers, each",
+    ),
     ({"dropout": 1}, "dropout = 1.0: must be at least 0 and less than 1"),
     ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
     ({"data.mean": [0.1, 0.2], "data.std": [1, 1]}, "data.mean"),

@@ -3,7 +3,6 @@
 They are registered in the order of the help text.
 """
 
-import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -58,13 +57,16 @@ def engine_of(args: Namespace) -> str:
     return engine_for(args.devices, args.engine)
 
 
+# Flags, and the recipe keys that they change.
+KEYS = {name: name for name in ("model", "epochs", "batch_size", "seed", "pretrained")}
+KEYS |= {"lr": "optimizer.lr", "folds": "data.folds", "on_bad_image": "data.on_bad_image"}
+KEYS |= {"image_folder": "data.images", "class_file": "data.classes"}
+
+
 def changes_of(args: Namespace) -> dict[str, Any]:
     """Return the recipe keys that flags change; --set comes last."""
     given = vars(args)
-    keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
-    keys |= {"folds": "data.folds"}
-    flags = ("model", "epochs", "batch_size", "seed", "pretrained", *keys)
-    changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
+    changes = {key: given[flag] for flag, key in KEYS.items() if given.get(flag) is not None}
     if given.get("image_size") is not None:
         changes["image_size"] = size_of(args.image_size, "--image-size")
     if given.get("weights") is not None:
@@ -102,10 +104,11 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.train.request import Options, TrainRequest, check
 
     engine = engine_of(args)
-    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     options = Options(
         out=args.out,
-        hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
+        hosts=Hosts(
+            nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, timeout=args.rendezvous_timeout
+        ),
         restarts=args.restarts,
         hang_timeout=args.hang_timeout,
         minutes=args.minutes,
@@ -174,26 +177,7 @@ def do_lr(args: Namespace, console: Console) -> Output:
 
     recipe, data, options = _measured_job(args, console)
     result = find_rate(recipe, data, replace(options, out=args.out), console)
-    if result["lr"] is None:
-        return {**result, "train": None}, format_lr(result)
-    train = _train_command(args, result["lr"])
-    return {**result, "train": train}, [*format_lr(result), f"train with it: {train}"]
-
-
-def _train_command(args: Namespace, lr: float) -> str:
-    """Return the command that trains what the flags of `lr` describe."""
-    words = ["flatout", "train", *([args.job] if args.job else [])]
-    for flag in ("data", "model", "batch_size", "seed", "weights"):
-        if (value := getattr(args, flag)) is not None:
-            words += [f"--{flag.replace('_', '-')}", str(value)]
-    if args.pretrained is not None:
-        words.append("--pretrained" if args.pretrained else "--no-pretrained")
-    # A rate given with --set would take precedence over --lr.
-    words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
-    for flag in ("devices", "engine"):
-        if (value := getattr(args, flag)) != "auto":
-            words += [f"--{flag}", value]
-    return shlex.join([*words, "--lr", f"{lr:g}"])
+    return result, format_lr(result)
 
 
 @command(
@@ -250,7 +234,7 @@ def do_scale(args: Namespace, console: Console) -> Output:
     " --inference --price --largest-batch --out --set --json",
     "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
-    classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
+    classes={"type": int, "metavar": "K", "dest": "classes", "help": "number of classes, instead of counting them"},
 )
 def do_plan(args: Namespace, console: Console) -> Output:
     """Estimate speed, memory and cost of a job on GPUs or TPUs that you don't have."""
@@ -348,7 +332,7 @@ def do_compare(args: Namespace, console: Console) -> Output:
     """Test whether two runs differ by more than chance."""
     from flatout.inference.evaluate import compare, format_comparison
 
-    result = compare(_folder(args.run), _folder(args.other))
+    result = compare(Path(args.run), Path(args.other))
     return result, format_comparison(result)
 
 
@@ -357,9 +341,8 @@ def do_report(args: Namespace, console: Console) -> Output:
     """Draw a run's pictures and report again."""
     from flatout.report.page import draw_all
 
-    folder = _folder(args.run)
-    draw_all(folder)
-    path = str(folder / "report.html")
+    draw_all(Path(args.run))
+    path = str(Path(args.run) / "report.html")
     return {"report": path}, [path]
 
 
@@ -385,17 +368,8 @@ def do_upload(args: Namespace, console: Console) -> Output:
     from flatout.inference.run import load
 
     flags = {"private": args.private, "overwrite": args.overwrite, "pictures": not args.no_pictures}
-    result = upload(load(_folder(args.run)), args.url, **flags, console=console)
+    result = upload(load(Path(args.run)), args.url, **flags, console=console)
     return result, format_upload(result)
-
-
-def _folder(run: Path | str) -> Path:
-    """Return a run folder of this host."""
-    from flatout.inference.hub import is_published
-
-    if is_published(run):
-        raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")
-    return Path(run)
 
 
 @command(
@@ -439,7 +413,7 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     recipe, data = resolve(
         args.job,
         args.data,
-        _changes_with_classes(args),
+        changes_of(args),
         accelerated=parse_devices(args.devices, engine).is_accelerated,
         console=console,
         seconds=None if minutes is None else 60 * minutes / COST_OF_FOLDS,
@@ -450,11 +424,6 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
     found = find_label_errors(recipe, data, options, console)
     return write_errors(found, make_folder(args.out, f"labels-{recipe.job}"))
-
-
-def _changes_with_classes(args: Namespace) -> dict[str, Any]:
-    """Return the recipe keys that flags change, --classes included."""
-    return {**({"data.classes": args.classes} if args.classes else {}), **changes_of(args)}
 
 
 @command(
@@ -469,14 +438,14 @@ def do_look(args: Namespace, console: Console) -> Output:
     from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
-    look = look_at(args.job, args.data, _changes_with_classes(args), console)
+    look = look_at(args.job, args.data, changes_of(args), console)
     page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
     return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
 
 
 @command(
     "DATA",
-    "--data --images --size --out --channels --bits --resize --classes --set --on-bad-image --max-bad-share --json",
+    "--data --images --size --out --channels --classes --set --on-bad-image --json",
     "pack my-photos/ --size 128 --out my-photos.pack",
     out={"required": True, "help": "a folder that does not exist yet"},
 )
@@ -486,18 +455,17 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.pack import PackSettings
     from flatout.train.dataset_stats import measure_dataset
 
-    size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
-        size=size,
+        size=size_of(args.size),
         channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
-        resize=args.resize,
-        on_bad_image=args.on_bad_image or "stop",
-        max_bad_share=args.max_bad_share,
-        bits=args.bits or 0,
+        resize=recipe.data.resize,
+        on_bad_image=recipe.data.on_bad_image,
+        max_bad_share=recipe.data.max_bad_share,
+        bits=recipe.data.bits,
     )
     pack = build_pack(found, settings, args.out, report=console)
     console.finish()
@@ -527,7 +495,7 @@ def do_cache(args: Namespace, console: Console) -> Output:
 
 def _reading(args: Namespace) -> Recipe:
     """Return a recipe with the flags for reading data."""
-    changes = _changes_with_classes(args)
+    changes = changes_of(args)
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
         raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
     return with_settings(changes)
@@ -541,7 +509,7 @@ def _reading(args: Namespace) -> Recipe:
     model={"required": True},
     out={"required": True, "metavar": "FILE", "help": "a new .safetensors file"},
     size={"required": False, "help": "height and width of the model's images; default: as the file has them"},
-    classes={"type": int, "metavar": "K", "help": "outputs of the model; default: as the file has them"},
+    classes={"type": int, "metavar": "K", "dest": "classes", "help": "outputs of the model; default: as in the file"},
     channels={"help": "of the model's images; default: as the file has them"},
 )
 def do_convert(args: Namespace, console: Console) -> Output:
