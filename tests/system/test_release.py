@@ -75,7 +75,7 @@ def test_the_wheel_runs_in_an_environment_of_its_own(dist: Path, tmp_path: Path)
     lines = call(command, "--version", folder=tmp_path).stdout.splitlines()
     assert lines[0] == f"flatout {flatout.__version__}"
     assert f"Python {sys.version.split()[0]}" in lines
-    assert {"torch", "timm", "CUDA"} <= {line.split()[0] for line in lines}
+    assert {"torch", "timm"} <= {line.split()[0] for line in lines}
     call(command, "train", "digits", "--epochs", "3", "--devices", "cpu", "--out", "run", folder=tmp_path)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] > 0.5
     assert (tmp_path / "run" / "report.html").is_file()

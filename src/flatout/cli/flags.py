@@ -4,6 +4,7 @@ A command takes operands, such as RUN and DATA. Each may also be given as the fl
 """
 
 import argparse
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -125,13 +126,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the versions, a line each, that of flatout first."""
+    """Prints the versions of flatout, Python, and the installed libraries that results depend on, a line each."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from flatout.utils.host import versions
+        from flatout.utils.host import installed
 
-        lines = {"flatout": __version__, **versions()}.items()
-        print("\n".join(f"{name} {version}" for name, version in lines))
+        found = {"flatout": __version__, "Python": platform.python_version()}
+        found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "onnxruntime", "jax", "torchax", "keras")
+        print("\n".join(f"{name} {version}" for name, version in found.items()))
         parser.exit()
 
 

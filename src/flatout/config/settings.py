@@ -21,17 +21,12 @@ Size = int | tuple[int, int]
 _ALIASES = {
     "learning_rate": "lr",
     "bs": "batch_size",
-    "num_epochs": "epochs",
     "wd": "weight_decay",
     "arch": "model",
-    "img_size": "image_size",
-    "imgsz": "image_size",
     "random_state": "seed",
     "validation_split": "valid_fraction",
-    "device": "devices",
     "gpus": "devices",
     "workers": "devices",
-    "output": "out",
     "gpu": "cuda",
 }
 
