@@ -316,10 +316,7 @@ def test_a_batch_that_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pyte
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_signals_end_a_compilation(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_signal_ends_a_compilation(tmp_path: Path) -> None:
     """A long computation outside of Python, during which Python handles no signal, stands for the compiler."""
     (tmp_path / "mine.py").write_text(
         "import hashlib, pathlib\n"
@@ -335,9 +332,9 @@ def test_signals_end_a_compilation(number: signal.Signals, code: int, tmp_path: 
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 143
     assert "Traceback" not in errors
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
@@ -419,17 +416,3 @@ print(json.dumps([compiled, [t.count(" gather(") for t in texts], gradients]))
     assert 0 < step["needed_bytes"] < 16 * 2**30
     assert step["flops"] > 0
     assert sum(c["bytes"] for c in step["collectives"] if c["kind"] == "all-reduce") >= gradients
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_compiler_knows_every_slice_in_the_table() -> None:
-    code = """
-from flatout.analysis.roofline import GENERATIONS, parse_topologies
-from flatout.analysis.tpu import devices_of
-for generation in GENERATIONS.values():
-    for topology in parse_topologies(",".join(f"{generation.name}:{sides}" for sides in generation.slices)):
-        assert len(devices_of(topology)) == topology.devices, topology.name
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr) == (0, "")

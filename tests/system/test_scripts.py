@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -12,10 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-
-import flatout
 
 pytestmark = pytest.mark.slow
 
@@ -66,37 +62,6 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     assert lines[-1] == "<class '__main__.Net'> <class 'beside.Head'> 2xcpu"
     for rank in (0, 1):
         assert "top level" not in (elsewhere / "run" / "logs" / f"rank-{rank}.log").read_text()
-
-
-def test_a_script_trains_on_a_path_and_is_interrupted(shared_data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    settings = f"data={str(shared_data / 'oct')!r}, image_size=32, epochs=999, out='run', {SETTINGS}"
-    script.write_text(f"{DEFINITIONS}\nflatout.fit(Net(2), {settings}, channels=1)\n")
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout
-    shown = ""
-    for line in process.stdout:
-        shown += line
-        if line.startswith("epoch 1/999"):
-            break
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    # As Ctrl-C does: to the terminal's foreground group.
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == -signal.SIGINT, shown + said
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert len(ranks) == 2
-    assert not any(rank.is_running() for rank in ranks)
-    assert list((tmp_path / "run" / "checkpoints").iterdir())
-    assert flatout.load(tmp_path / "run").summary["stopped"].startswith("interrupted")
 
 
 class Interpreter:
