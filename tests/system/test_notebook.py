@@ -213,7 +213,6 @@ flatout.fit(Locking(), (images, labels), **settings)
     [
         ("first_model", "first-model"),
         ("your_own_folder", "own-functions"),
-        ("several_devices", "several-devices"),
         # On eight simulated devices, as no TPU is here; and on the CPU.
         ("kaggle_tpu", "kaggle-tpu"),
         ("colab", "runs/colab"),

@@ -97,15 +97,10 @@ _OPERANDS = {
     "SHELL": "bash, zsh or fish",
     "DIR": "the folder that holds the runs (runs)",
 }
-# Shell completions of flags and operands that take a file or a folder.
-_FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "--check", "--csv", "DATA", "FILE")
-_WORDS = {
-    "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
-    "--engine": ("auto", "torch", "xla"),
-    "--format": ("onnx", "exported"),
-    "SHELL": SHELLS,
-}
+# Flags and operands that shells complete with files, and with the words here.
+_PATHS = {"--run", "--out", "--images", "--data", "--weights", "--classes", "--check", "--csv"}
+_PATHS |= {"JOB", "RUN", "OTHER", "DIR", "DATA", "FILE"}
+_WORDS = {"--devices": "auto cpu 2xcpu cuda mps 8xtpu", "--engine": "auto torch xla", "SHELL": " ".join(SHELLS)}
 _EXAMPLES = """Examples:
   flatout check my-photos/                         what is in the data, and what is wrong with it
   flatout train my-photos/ --out runs/first        train on it; one folder per class is enough
@@ -179,39 +174,18 @@ def completion(shell: str) -> str:
     """Return the script that completes commands, flags and their values in a shell: bash, zsh or fish."""
     import shtab
 
-    parser, subparsers = _make_parsers()
-    for subparser in subparsers.values():
-        for action in subparser._actions:
-            # Of several operands the last one: file completion includes the folders of RUN.
-            words = action.option_strings or [word.strip("[].") for word in str(action.metavar).split()][-1:]
-            found = [done for word in words if (done := _completed(word))]
-            if found and action.choices is None:
-                action.complete = found[0]  # pyright: ignore[reportAttributeAccessIssue]
-    return shtab.complete(parser, shell)
-
-
-def _completed(word: str) -> Any:
-    """Return shtab's completion for a flag or an operand; None if only the user knows the value."""
-    import shtab
-
     from flatout.config import known_keys
 
-    if word in _FOLDERS or word in _FILES:
-        return shtab.DIRECTORY if word in _FOLDERS else shtab.FILE
-    if word == "--set":
-        return shtab.cmd(r"printf '%s\n' " + " ".join(f"{key}=" for key in known_keys()))
-    if word in _WORDS:
-        return shtab.cmd(r"printf '%s\n' " + " ".join(_WORDS[word]))
-    if word != "JOB":
-        return None
-    # A job, or a file or folder.
-    names = " ".join(builtin_jobs())
-    return {
-        "bash": "_flatout_jobs",
-        "zsh": f"{{compadd {names}; _files}}",
-        "fish": f"(string split ' ' '{names}'; __fish_complete_path (commandline -ct))",
-        "preamble": {"bash": f"_flatout_jobs() {{ compgen -W '{names}' -- $1; _shtab_compgen_files $1; }}"},
-    }
+    words = _WORDS | {"--set": " ".join(f"{key}=" for key in known_keys())}
+    parser, subparsers = _make_parsers()
+    for action in (action for subparser in subparsers.values() for action in subparser._actions):
+        # Of several operands the last one.
+        name = (action.option_strings or [word.strip("[].") for word in str(action.metavar).split()])[-1]
+        if action.choices is None and name in words:
+            action.complete = shtab.cmd(rf"printf '%s\n' {words[name]}")  # pyright: ignore
+        elif action.choices is None and name in _PATHS:
+            action.complete = shtab.FILE  # pyright: ignore
+    return shtab.complete(parser, shell)
 
 
 def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:
