@@ -185,26 +185,23 @@ def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "height", "channels", "bytes_per_pixel"), [(6000, 6000, 3, 4), (2_300_000, 16, 1, 8)]
-)
-def test_large_images_take_little_more_than_their_pixels(tmp_path, width, height, channels, bytes_per_pixel):
+def test_large_images_take_little_more_than_their_pixels(tmp_path):
     files = [
-        saved(Image.new("RGB", (width, height), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
+        saved(Image.new("RGB", (6000, 6000), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
         saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"),
     ]
     code = (
         "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
         "from flatout.utils.host import peak_rss_bytes\n"
-        f"def decode(path): return decode_image(Path(path), size=64, channels={channels}, resize='squash')\n"
+        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='squash')\n"
         "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"
-        f"assert (decode(sys.argv[1]) == {(1, 2, 3) if channels == 3 else 2}).all()\n"
+        "assert (decode(sys.argv[1]) == (1, 2, 3)).all()\n"
         "print(peak_rss_bytes() - before)"
     )
     run = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 1.5 * bytes_per_pixel * width * height
+    assert int(run.stdout) < 1.5 * 4 * 6000 * 6000
 
 
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):

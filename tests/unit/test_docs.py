@@ -1,6 +1,5 @@
 """The documents say what the code does: every key with its default, every job, no broken link."""
 
-import dataclasses
 import re
 import shlex
 import shutil
@@ -67,12 +66,6 @@ def test_a_key_has_its_default_and_its_choices(key: str) -> None:
     if typing.get_origin(hint := field_type(key)) is typing.Literal:
         stated_choices = [tomllib.loads(f"v = {c}")["v"] for c in re.findall(r"`([^`]+)`", row["type"])]
         assert stated_choices == list(typing.get_args(hint))
-
-
-def test_the_required_keys_are_those_without_a_default() -> None:
-    missing = dataclasses.MISSING
-    without = {f.name for f in dataclasses.fields(recipe.Recipe) if f.default is f.default_factory is missing}
-    assert without == set(REQUIRED)
 
 
 def test_the_recipes_shown_are_recipes() -> None:

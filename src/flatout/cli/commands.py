@@ -193,15 +193,17 @@ def do_bench(args: Namespace, console: Console) -> Output:
     return result, format_bench(result)
 
 
-def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
-    """Return recipe, data and options of a job to measure."""
+def _measured_job(
+    args: Namespace, console: Console, **more: Any
+) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
+    """Return recipe, data and options of a job to measure; `more` goes to `resolve`."""
     from flatout.engine.devices import parse_devices
     from flatout.train.recipes import resolve
     from flatout.train.request import Options
 
     engine = engine_of(args)
     accelerated = parse_devices(args.devices, engine).is_accelerated
-    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
+    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console, **more)
     return recipe, data, Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
 
 
@@ -389,8 +391,8 @@ def do_check(args: Namespace, console: Console) -> Output:
     if args.labels:
         return _check_labels(args, console)
     only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
-    if given := next((name for name in only_labels if getattr(args, name) is not None), None):
-        raise InputError(f"--{given} requires --labels")
+    if given := [name for name in only_labels if getattr(args, name) is not None]:
+        raise InputError(f"--{given[0]} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
     result = check(found if isinstance(found, ImageDataset) else found.read(), console)
@@ -401,27 +403,17 @@ def do_check(args: Namespace, console: Console) -> Output:
 def _check_labels(args: Namespace, console: Console) -> Output:
     from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
     from flatout.analysis.output import check_free, make_folder
-    from flatout.engine.devices import parse_devices
     from flatout.engine.factory import speeds_on
-    from flatout.train.recipes import resolve
-    from flatout.train.request import Options
 
     check_free(args.out)
-    minutes, engine = args.minutes, engine_of(args)
+    minutes = args.minutes
     if minutes is not None and (args.job is not None or not minutes > 0):
         raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
-    recipe, data = resolve(
-        args.job,
-        args.data,
-        changes_of(args),
-        accelerated=parse_devices(args.devices, engine).is_accelerated,
-        console=console,
-        seconds=None if minutes is None else 60 * minutes / COST_OF_FOLDS,
-        speeds=speeds_on(args.devices, engine),
-    )
+    seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
+    speeds = speeds_on(args.devices, engine_of(args))
+    recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
     if not recipe.pretrained:
         console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
-    options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
     found = find_label_errors(recipe, data, options, console)
     return write_errors(found, make_folder(args.out, f"labels-{recipe.job}"))
 
@@ -483,12 +475,9 @@ def do_cache(args: Namespace, console: Console) -> Output:
     if args.clear:
         shown, kept = clear(shown)
         what = f"entries removed, {len(kept)} in use or not removable" if kept else "entries removed"
-    total = sum(entry.size_bytes for entry in shown)
-    lines = [
-        f"{entry.size_bytes / 1e6:10,.1f} MB  {datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}"
-        for entry in shown
-    ]
-    lines.append(f"{total / 1e6:10,.1f} MB  in {len(shown)} {what}: {cache_folder()}")
+    rows = [(entry.size_bytes, f"{datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}") for entry in shown]
+    rows.append((sum(size for size, _ in rows), f"in {len(shown)} {what}: {cache_folder()}"))
+    lines = [f"{size / 1e6:10,.1f} MB  {about}" for size, about in rows]
     found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
 
