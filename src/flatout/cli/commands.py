@@ -76,6 +76,11 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     return changes | dict(map(parse_setting, args.set))
 
 
+def picked(args: Namespace, names: str) -> dict[str, Any]:
+    """Return the values of flags that are also the names of arguments."""
+    return {name: getattr(args, name) for name in names.split()}
+
+
 def size_of(text: str, flag: str = "--size") -> Size:
     """Return the size that `N` or `HxW` names."""
     both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
@@ -105,18 +110,10 @@ def do_train(args: Namespace, console: Console) -> None:
 
     engine = engine_of(args)
     options = Options(
-        out=args.out,
-        hosts=Hosts(
-            nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, timeout=args.rendezvous_timeout
-        ),
-        restarts=args.restarts,
-        hang_timeout=args.hang_timeout,
-        minutes=args.minutes,
+        **picked(args, "out restarts hang_timeout minutes devices resume overwrite"),
+        hosts=Hosts(**picked(args, "nodes node_rank rendezvous"), timeout=args.rendezvous_timeout),
         began=began,
-        devices=args.devices,
         engine=engine,
-        resume=args.resume,
-        overwrite=args.overwrite,
         cache=not args.no_cache,
         # A model given on the command line may be code; one given in a file may not.
         allow_code=args.model is not None,
@@ -217,16 +214,8 @@ def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
     from flatout.analysis.scale import format_scale, scale
 
-    result = scale(
-        args.job,
-        args.data,
-        changes_of(args),
-        devices=args.devices,
-        out=args.out,
-        repeats=args.repeats,
-        weak=args.weak,
-        console=console,
-    )
+    flags = picked(args, "devices out repeats weak")
+    result = scale(args.job, args.data, changes_of(args), **flags, console=console)
     return result, format_scale(result)
 
 
@@ -242,21 +231,9 @@ def do_plan(args: Namespace, console: Console) -> Output:
     """Estimate speed, memory and cost of a job on GPUs or TPUs that you don't have."""
     from flatout.analysis.plan import format_plan, plan
 
-    result = plan(
-        args.job,
-        args.data,
-        changes_of(args),
-        topologies=args.topology,
-        gpus=args.gpu,
-        inference=args.inference,
-        images=args.images,
-        classes=args.classes,
-        price=args.price,
-        largest_batch=args.largest_batch,
-        allow_code=args.model is not None,
-        out=args.out,
-        console=console,
-    )
+    flags = {"topologies": args.topology, "gpus": args.gpu, "allow_code": args.model is not None}
+    flags |= picked(args, "inference images classes price largest_batch out")
+    result = plan(args.job, args.data, changes_of(args), **flags, console=console)
     return result, format_plan(result)
 
 
@@ -299,10 +276,10 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
-    flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
     # In a table, images that cannot be read are rows.
-    flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
-    predictions = predict(run, args.files, **flags, note=console.note)
+    bad = args.on_bad_image or ("skip" if args.csv else "stop")
+    flags = picked(args, "top tta coverage explain")
+    predictions = predict(run, args.files, **flags, on_bad_image=bad, note=console.note)
     if args.csv:
         counts = write_csv(args.csv, run, predictions, top=args.top)
         line = f"{args.csv}: {counts['images']:,} images, {counts['unreadable']:,} of them cannot be read"
@@ -325,7 +302,7 @@ def do_export(args: Namespace, console: Console) -> Output:
     from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
-    done = export(run, args.out, format=args.format, precision=args.precision, data=args.data, console=console)
+    done = export(run, args.out, **picked(args, "format precision data"), console=console)
     return done.to_dict(), done.lines()
 
 
@@ -369,8 +346,8 @@ def do_upload(args: Namespace, console: Console) -> Output:
     from flatout.inference.hub import format_upload, upload
     from flatout.inference.run import load
 
-    flags = {"private": args.private, "overwrite": args.overwrite, "pictures": not args.no_pictures}
-    result = upload(load(Path(args.run)), args.url, **flags, console=console)
+    flags = picked(args, "private overwrite")
+    result = upload(load(Path(args.run)), args.url, **flags, pictures=not args.no_pictures, console=console)
     return result, format_upload(result)
 
 
@@ -447,17 +424,14 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.pack import PackSettings
     from flatout.train.dataset_stats import measure_dataset
 
+    size, recipe = size_of(args.size), _reading(args)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
-        size=size_of(args.size),
+        size=size,
         channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
-        resize=recipe.data.resize,
-        on_bad_image=recipe.data.on_bad_image,
-        max_bad_share=recipe.data.max_bad_share,
-        bits=recipe.data.bits,
+        **{name: getattr(recipe.data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
     )
     pack = build_pack(found, settings, args.out, report=console)
     console.finish()
@@ -508,14 +482,8 @@ def do_convert(args: Namespace, console: Console) -> Output:
     for flag, value in (("classes", args.classes), ("channels", args.channels)):
         if value is not None and value < 1:
             raise InputError(f"--{flag} {value}: must be at least 1")
-    result = convert(
-        Path(args.file),
-        args.model,
-        args.out,
-        shape=Shape(args.classes, size_of(args.size) if args.size else None, args.channels),
-        check=args.check,
-        report=console.note,
-    )
+    shape = Shape(args.classes, size_of(args.size) if args.size else None, args.channels)
+    result = convert(Path(args.file), args.model, args.out, shape=shape, check=args.check, report=console.note)
     return result, format_conversion(result, verbose=args.verbose)
 
 

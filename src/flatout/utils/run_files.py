@@ -133,14 +133,11 @@ def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
     """Return the content of summary.json; if unreadable, empty, and the reason is added to `missing`."""
     text = _read_text(run / SUMMARY, missing, "the run did not finish")
-    try:
-        summary = json.loads(text)
-        if not isinstance(summary, dict):
-            raise ValueError("it does not contain a JSON object")
-        return summary
-    except ValueError as error:
-        missing.setdefault(SUMMARY, f"summary.json cannot be read: {error}.")
-        return {}
+    with contextlib.suppress(ValueError):
+        if isinstance(summary := json.loads(text), dict):
+            return summary
+    missing.setdefault(SUMMARY, "summary.json cannot be read: it does not contain a JSON object.")
+    return {}
 
 
 def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
