@@ -18,16 +18,8 @@ from flatout.config.settings import nearest
 from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
 
-
-def run_path(text: str) -> Path | str:
-    """Return the folder of a run, or its address on the Hugging Face hub unchanged."""
-    from flatout.inference.hub import is_published
-
-    return text if is_published(text) else Path(text)
-
-
 _FLAGS: dict[str, dict[str, Any]] = {
-    "--run": {"type": run_path, "metavar": "RUN", "help": "the run folder"},
+    "--run": {"metavar": "RUN", "help": "the run folder"},
     "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
@@ -157,8 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if operand.endswith("..."):
             args.files, operands = operands, []
         else:
-            value = operands.pop(0) if operands else None
-            setattr(args, name, run_path(value) if name == "run" and value else value)
+            setattr(args, name, operands.pop(0) if operands else None)
     if operands:
         subparser.error(f"unexpected argument {operands[0]!r}; {usage}")
     return args

@@ -25,25 +25,3 @@ from flatout.config.recipe import (
     of_run,
     with_settings,
 )
-
-__all__ = [
-    "FREE_KEYS",
-    "MAX_CHANNELS",
-    "MAX_IMAGE_SIZE",
-    "OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Augment",
-    "Data",
-    "Momentum",
-    "Optimizer",
-    "Recipe",
-    "Schedule",
-    "from_dict",
-    "known_keys",
-    "load_recipe",
-    "of_run",
-    "with_settings",
-]

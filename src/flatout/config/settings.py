@@ -7,12 +7,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from flatout.utils.errors import InputError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Height and width in pixels; one number if they are equal.
 Size = int | tuple[int, int]
