@@ -58,11 +58,3 @@ def test_nothing_is_written_and_people_get_a_table(
     assert [line[:8] for line in lines[1:4]] == ["the inpu", "the step", "training"]
     assert any(line.startswith("limited by ") for line in lines)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    found = measured(capsys, "--devices", "8xcpu", "--engine", "xla")
-    assert found["devices"] == "8xcpu"
-    assert all(found[f"{name}images_per_second"] > 0 for name in ("input_", "compute_", ""))
-    assert found["efficiency"] > 0

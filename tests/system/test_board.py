@@ -117,7 +117,7 @@ def test_runs_are_found_and_judged(store: RunStore) -> None:
     rows = {row["id"]: row for row in store.content()["runs"]}
     problems = {name: " ".join(row["problems"]) for name, row in rows.items()}
     assert "summary.json cannot be read" in problems["sweep/damaged"]
-    assert "epochs is text" in problems["sweep/typed"]
+    assert "epochs has a wrong type" in problems["sweep/typed"]
     assert "the run did not finish" in problems["sweep/unfinished"]
     assert "no epoch was finished" in problems["empty"]
     assert not problems["plain"]

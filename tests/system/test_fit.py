@@ -1,8 +1,6 @@
 """The Python interface: modules, arrays and data sets of the user's."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,19 +229,3 @@ def test_wrong_arguments(call, message: str, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(flatout.InputError, match=message):
         call()
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-def test_training_does_not_load_the_compiler(tmp_path: Path) -> None:
-    """torch's compiler takes a second to import, and nothing here compiles; what keeps it out is undone afterwards."""
-    code = (
-        "import sys, numpy as np, flatout\n"
-        "x = np.arange(60 * 64, dtype=np.uint8).reshape(60, 8, 8)\n"
-        "import flatout.report.page\n"
-        "flatout.report.page.draw_all = lambda run: None\n"
-        f"flatout.fit('parallel-cnn', (x, np.arange(60) % 2), epochs=1, devices='cpu', out={str(tmp_path / 'run')!r})\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-        "import torch\n"
-        "assert not hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, '__dynamo_disable')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

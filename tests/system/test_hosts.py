@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -102,7 +101,6 @@ def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
 # --- whole runs, each host with packs and a working folder of its own ------------------------------------------------
 
 PORT = 29500
-LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 # Batch normalisation, and 50 images a step: 17, 17 and 16 on three ranks.
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--epochs", "1", "--set", "keep=last")
 CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "--lr", "0.01")
@@ -196,21 +194,6 @@ def losses(run: Path) -> list[float]:
     return [line["train_loss"] for line in metrics(run)]
 
 
-def listening_on(process: subprocess.Popen[str]) -> set[str]:
-    """Return the addresses, hexadecimal as the kernel writes them, that listen in a process's network namespace."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == LISTENING:
-                found.add(local.partition(":")[0])
-    return found
-
-
-def as_the_kernel_writes(address: str) -> str:
-    return bytes(reversed([int(part) for part in address.split(".")])).hex().upper()
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process; its data is beside it."""
@@ -249,22 +232,6 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], alon
     assert {log.name for log in (together / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
     here = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     assert here == {"logs/devices", "logs/rank-2.log"}
-
-
-@pytest.mark.slow
-def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
-    processes = on_both(hosts, *TRAIN, "--devices", "cpu", "--epochs", "10000")
-    wait_for_an_epoch(hosts[0].folder / "run", processes)
-    # While it runs, only the address that the hosts meet on can be reached from outside.
-    for host, process in zip(hosts, processes, strict=True):
-        assert listening_on(process) == {as_the_kernel_writes(host.address)}
-
-    for rank in psutil.Process(processes[1].pid).children(recursive=True):
-        rank.kill()
-    said = outputs(processes, timeout=15)
-    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
-    assert "node 1" in said[0]
-    assert all("SIGKILL" in text for text in said)
 
 
 def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs: int = 1) -> None:

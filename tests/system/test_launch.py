@@ -9,20 +9,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import PContext
 
-import flatout
 from flatout.cli.main import main
 from flatout.distributed.launch import launch
 from flatout.engine.factory import run_on_devices
@@ -52,31 +49,6 @@ def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Pa
         assert "said before the log\n" in log
         assert "written past Python\n" in log
     assert ["before the start" in log for log in logs] == [True, False]
-
-
-SCRIPT = """
-    import sys
-    from flatout.utils.console import Console
-    from flatout.distributed.launch import launch
-
-    class Model:
-        def __init__(self, size):
-            self.size = size
-
-    def grow(console, model):
-        return Model(model.size + 1)
-
-    grown = launch(grow, (Model(3),), names=["cpu", "cpu"], threads=1, console=Console(sys.stdout))
-    print(type(grown) is Model, grown.size)
-"""
-
-
-@pytest.mark.slow
-def test_classes_of_a_script_without_a_guard_go_and_come_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-"], input=textwrap.dedent(SCRIPT), capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("True 4\n", "")
 
 
 def test_it_works_beside_the_main_thread() -> None:
@@ -237,11 +209,10 @@ def test_the_next_run_removes_what_a_launcher_left_that_was_killed_before_it_had
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "15")])
-def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(number: int, error: str, tmp_path: Path) -> None:
+def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(tmp_path: Path) -> None:
     launcher = Launcher(ranks.stay, tmp_path)
-    launcher.process.send_signal(number)
-    assert launcher.error().endswith(error)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.error().endswith("15")
     assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
 
 
@@ -256,20 +227,6 @@ def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
-
-
-class Sleeping(flatout.Callback):
-    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
-        time.sleep(1000)
-
-
-@pytest.mark.slow
-def test_a_callback_that_hangs_is_noticed(tmp_path: Path) -> None:
-    data: Any = (np.zeros((60, 8, 8, 1), np.uint8), np.arange(60) % 3)
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
-    options: dict[str, Any] = {"epochs": 1, "batch_size": 20, "devices": "2xcpu", "quiet": True}
-    with pytest.raises(TrainingFailed, match=r"rank 0 .* made no progress for 0:00:02 h in epoch 1"):
-        flatout.fit(net, data, out=tmp_path / "run", callbacks=[Sleeping()], hang_timeout=2.0, **options)
 
 
 MARK = "FLATOUT_TEST_RUN"
@@ -299,7 +256,7 @@ TRAIN = ("train", "--model", "faulty:make")
 LENGTH = ("--epochs", "3", "--batch-size", "200")
 
 
-def train(folder: Path, rank: str, *options: str, devices: str = "2xcpu") -> tuple[int, str]:
+def train(folder: Path, rank: str, *options: str) -> tuple[int, str]:
     """Run until a rank is killed, and to the end, which comes soon; return the exit code and the standard error."""
     (folder / "faulty.py").write_text(MODEL)
     file, mark = folder / "killed", str(folder)
@@ -308,7 +265,7 @@ def train(folder: Path, rank: str, *options: str, devices: str = "2xcpu") -> tup
     done = subprocess.run(
         [
             *(sys.executable, "-m", "flatout", *TRAIN, *data, *LENGTH),
-            *("--devices", devices, "--out", str(folder / "run"), *options),
+            *("--devices", "2xcpu", "--out", str(folder / "run"), *options),
         ],
         capture_output=True,
         text=True,
@@ -332,21 +289,6 @@ def marked(mark: str) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
-
-
-@pytest.mark.slow
-def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On three ranks, so that two of them wait; on one device afterwards."""
-    code, said = train(tmp_path, "2", devices="3xcpu")
-    assert code == 1
-    assert re.search(r"rank 2 \(cpu, process \d+\) was killed by SIGKILL in epoch 2, step 2; the other ranks", said)
-    assert re.search(r"The last lines of \S*rank-2\.log:\n", said)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main([*TRAIN, "--devices", "cpu", "--out", str(tmp_path / "run"), "--resume"]) == 0
-    assert "resumed after epoch 1, step 0" in capsys.readouterr().out
-    assert len(metrics(tmp_path / "run")) == 3
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """`flatout lr` from the command line."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,20 @@ def find(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, 
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_suggestion_trains_better_than_others(
-    digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_suggestion_trains_better_than_others(digits: list[str], tmp_path: Path) -> None:
     out = tmp_path / "new" / "lr"
     assert main(["lr", *digits, "--out", str(out)]) == 0
-    printed = capsys.readouterr().out.splitlines()
     assert {path.name for path in out.iterdir()} == {"lr.json", "lr.png"}
     with Image.open(out / "lr.png") as picture:
         assert picture.width > 1000
     result = json.loads((out / "lr.json").read_text())
     assert 1e-3 < result["lr"] < 0.03
-    command = printed[-1].removeprefix("train with it: ")
-    assert command == shlex.join(["flatout", "train", *digits, "--lr", f"{result['lr']:g}"])
 
     losses = []
     for number, factor in enumerate((1, 1 / 30, 30)):
         run = tmp_path / f"run-{number}"
-        words = [*shlex.split(command)[1:], "--lr", str(result["lr"] * factor), "--epochs", "2", "--out", str(run)]
-        assert main(words) == 0
+        rate = str(result["lr"] * factor)
+        assert main(["train", *digits, "--lr", rate, "--epochs", "2", "--out", str(run)]) == 0
         losses.append(json.loads((run / "summary.json").read_text())["valid_loss"])
     assert losses[0] < 0.8 * min(losses[1:])
 
@@ -93,11 +87,6 @@ def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, capsys: py
     result = find([*digits, "--seed", "3", *settings, "--out", str(tmp_path / "out")], capsys)
     assert result["recipe_rate"] == pytest.approx(0.5 * 2)
     assert result["lr"] == pytest.approx(result["rate"] / 2, rel=0.05)
-    assert shlex.split(result["train"])[2:] == [
-        *digits[:3],
-        *["--seed", "3", "--set", "optimizer.lr_base_batch=16", "--set", "augment.rotate=0", "--devices", "cpu"],
-        *["--lr", f"{result['lr']:g}"],
-    ]
 
 
 def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,10 +225,7 @@ def test_a_step_is_compiled_once(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_signals_end_a_compilation(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_signal_ends_a_compilation(tmp_path: Path) -> None:
     """A long computation outside of Python, during which Python handles no signal, stands for the compiler."""
     (tmp_path / "mine.py").write_text(
         "import hashlib, pathlib\n"
@@ -244,9 +241,9 @@ def test_signals_end_a_compilation(number: signal.Signals, code: int, tmp_path: 
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 143
     assert "Traceback" not in errors
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive

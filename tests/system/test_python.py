@@ -188,6 +188,8 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
+    ({"loss": nn.MultiMarginLoss(), "engine": "xla"}, "loss: a function of your own .*: the XLA engine"),
+    ({"transform": torch.clone, "engine": "xla"}, "transform: a function of your own .*: the XLA engine"),
     ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
     ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
     ({"metrics": [lambda labels, answers: 0]}, "without a name"),
@@ -213,19 +215,15 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("devices", [{"devices": "2xcpu"}, {"devices": "2xcpu", "engine": "xla"}], ids=["torch", "xla"])
-def test_functions_reach_other_processes_and_engines(devices: dict[str, str], tmp_path: Path) -> None:
+def test_functions_reach_other_processes(tmp_path: Path) -> None:
     """They are of no module: they travel as their code."""
-    on_torch = {"loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none")}
-    own: dict[str, Any] = {"metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)}}
-    if "engine" in devices:
-        for name, functions in (("loss", on_torch), ("transform", {"transform": torch.clone})):
-            with pytest.raises(flatout.InputError, match=rf"{name}: a function of your own .*: the XLA engine"):
-                fit(tmp_path / "refused", **functions, **devices)
-    else:
-        own |= on_torch | {"transform": lambda image: image.flip(-1)}
-    own["class_weights"] = {"2": 2.0}
-    run, alone = (fit(tmp_path / name, seed=3, **own, **where) for name, where in (("many", devices), ("one", {})))
+    own: dict[str, Any] = {
+        "loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none"),
+        "metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)},
+        "transform": lambda image: image.flip(-1),
+        "class_weights": {"2": 2.0},
+    }
+    run, alone = (fit(tmp_path / spec, seed=3, **own, devices=spec) for spec in ("2xcpu", "cpu"))
     assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)
     with np.load(run.path / "predictions.npz") as saved:
         expected = cohen_kappa_score(saved["labels"], saved["predicted"])

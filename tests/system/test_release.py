@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import flatout
-from tests.versions import supported
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "flatout"
@@ -75,20 +74,7 @@ def test_the_wheel_runs_in_an_environment_of_its_own(dist: Path, tmp_path: Path)
     lines = call(command, "--version", folder=tmp_path).stdout.splitlines()
     assert lines[0] == f"flatout {flatout.__version__}"
     assert f"Python {sys.version.split()[0]}" in lines
-    assert {"torch", "timm", "CUDA"} <= {line.split()[0] for line in lines}
+    assert {"torch", "timm"} <= {line.split()[0] for line in lines}
     call(command, "train", "digits", "--epochs", "3", "--devices", "cpu", "--out", "run", folder=tmp_path)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] > 0.5
     assert (tmp_path / "run" / "report.html").is_file()
-
-
-def test_the_versions_that_are_tested_are_those_that_are_supported() -> None:
-    pythons, torches = supported()
-    assert torches == ["2.11", "newest"]
-    assert all(name.startswith("python3.") for name in pythons)
-    done = call(sys.executable, "tests/versions.py", "--help", folder=ROOT)
-    assert " ".join(torches) in " ".join(done.stdout.split())
-    unknown = subprocess.run(
-        [sys.executable, "tests/versions.py", "--python", "python2.0"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert unknown.returncode == 2
-    assert "cannot be started: python2.0" in unknown.stderr

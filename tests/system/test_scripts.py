@@ -1,21 +1,13 @@
 """Several devices from a plain script and from the interactive interpreter."""
 
 import os
-import pty
-import re
-import select
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
+import pexpect
 import pytest
-
-import flatout
 
 pytestmark = pytest.mark.slow
 
@@ -68,90 +60,18 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         assert "top level" not in (elsewhere / "run" / "logs" / f"rank-{rank}.log").read_text()
 
 
-def test_a_script_trains_on_a_path_and_is_interrupted(shared_data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    settings = f"data={str(shared_data / 'oct')!r}, image_size=32, epochs=999, out='run', {SETTINGS}"
-    script.write_text(f"{DEFINITIONS}\nflatout.fit(Net(2), {settings}, channels=1)\n")
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout
-    shown = ""
-    for line in process.stdout:
-        shown += line
-        if line.startswith("epoch 1/999"):
-            break
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    # As Ctrl-C does: to the terminal's foreground group.
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == -signal.SIGINT, shown + said
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert len(ranks) == 2
-    assert not any(rank.is_running() for rank in ranks)
-    assert list((tmp_path / "run" / "checkpoints").iterdir())
-    assert flatout.load(tmp_path / "run").summary["stopped"].startswith("interrupted")
-
-
-class Interpreter:
-    """`python -i` on a terminal of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        # The plain prompt: newer interpreters have an editor that draws.
-        own = {"TERM": "xterm", "PYTHON_BASIC_REPL": "1", "HOME": str(folder), "INPUTRC": os.devnull}
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-i", "-q"],
-            cwd=folder,
-            env=environment() | own,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
-        os.close(theirs)
-
-    def until(self, pattern: str) -> str:
-        """Return what is printed up to a pattern."""
-        deadline, text = time.monotonic() + WAIT_SECONDS, ""
-        while not re.search(pattern, text):
-            ready, _, _ = select.select([self._ours], [], [], max(deadline - time.monotonic(), 0))
-            assert ready, f"{pattern!r} never came: {text}"
-            text += os.read(self._ours, 4096).decode(errors="replace")
-        return text
-
-    def type(self, line: str) -> None:
-        os.write(self._ours, f"{line}\n".encode())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-@contextmanager
-def interpreter(folder: Path) -> Iterator[Interpreter]:
-    opened = Interpreter(folder)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
 def test_the_interactive_interpreter(tmp_path: Path) -> None:
-    with interpreter(tmp_path) as python:
-        for line in DEFINITIONS.splitlines():
-            python.type(line)
-        python.type("print('re' + 'ady')")
-        python.until("ready")
-        python.type(f"run = flatout.fit(Net(), (images, labels), epochs=1, out='run', {SETTINGS})")
-        python.type("print('devices' + ':', run.summary['devices'], type(run.model))")
-        assert "2xcpu <class '__main__.Net'>" in python.until(r"devices: .*\n")
-        python.type("exit()")
-        assert python.process.wait(timeout=WAIT_SECONDS) == 0
+    # The plain prompt: newer interpreters have an editor that draws.
+    own: dict[str, Any] = {"TERM": "xterm", "PYTHON_BASIC_REPL": "1", "HOME": str(tmp_path), "INPUTRC": os.devnull}
+    python = pexpect.spawn(
+        sys.executable, ["-i", "-q"], cwd=str(tmp_path), env=environment() | own, timeout=WAIT_SECONDS, encoding="utf-8"
+    )
+    for line in DEFINITIONS.splitlines():
+        python.sendline(line)
+    python.sendline(f"run = flatout.fit(Net(), (images, labels), epochs=1, out='run', {SETTINGS})")
+    python.sendline("print('devices' + ':', run.summary['devices'], type(run.model))")
+    python.expect(r"devices: 2xcpu <class '__main__\.Net'>")
+    python.sendline("exit()")
+    python.expect(pexpect.EOF)
+    python.close()
+    assert python.exitstatus == 0

@@ -17,44 +17,14 @@ from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from tests.system.run_files import metrics, summary, weights
 
-FOLDER = {
-    "recipe.toml",
-    "metrics.jsonl",
-    "summary.json",
-    "weights.safetensors",
-    "checkpoints",
-    "predictions.png",
-    "curves.png",
-    "confusion.png",
-    "report.html",
-    "logs",
-}
+FOLDER = (
+    "recipe.toml metrics.jsonl summary.json weights.safetensors checkpoints logs"
+    " predictions.png curves.png confusion.png report.html"
+)
 KEYS = (
-    "job",
-    "engine",
-    "devices",
-    "world_size",
-    "batch_size",
-    "epochs",
-    "seed",
-    "parameters",
-    "train_images",
-    "images_trained",
-    "images_per_second",
-    "train_seconds",
-    "setup_seconds",
-    "wall_seconds",
-    "train_loss",
-    "valid_loss",
-    "valid_accuracy",
-    "test_loss",
-    "test_accuracy",
-    "test_correct",
-    "test_count",
-    "peak_rss_bytes",
-    "peak_device_bytes",
-    "input_wait_fraction",
-    "versions",
+    "job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second"
+    " train_seconds setup_seconds wall_seconds train_loss valid_loss valid_accuracy test_loss test_accuracy"
+    " test_correct test_count peak_rss_bytes peak_device_bytes input_wait_fraction versions"
 )
 
 
@@ -80,9 +50,9 @@ def make_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[s
 
 
 def test_the_run_folder_is_complete(digits: Path) -> None:
-    assert {p.name for p in digits.iterdir()} >= FOLDER
+    assert {p.name for p in digits.iterdir()} >= set(FOLDER.split())
     figures = summary(digits)
-    assert [key for key in KEYS if key not in figures] == []
+    assert figures.keys() >= set(KEYS.split())
     assert figures["test_accuracy"] == figures["test_correct"] / figures["test_count"] >= 0.9
     assert figures["images_trained"] == 6 * figures["train_images"]
     assert figures["images_per_second"] == pytest.approx(figures["images_trained"] / figures["train_seconds"])
@@ -179,7 +149,7 @@ def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
+def test_folders_of_pictures_without_a_recipe_and_others_of_the_same_classes(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
     assert main(["train", str(data), "--epochs", "20", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
@@ -191,21 +161,13 @@ def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
     assert figures["test_accuracy"] == 1.0
     assert main(["train", str(data), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run2")]) == 0
     assert summary(tmp_path / "run2")["pack_was_cached"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_pictures")
-def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) -> None:
-    data = make_folders(tmp_path / "data", per_class=20)
-    run = tmp_path / "run"
-    assert main(["train", str(data), "--epochs", "20", "--devices", "cpu", "--out", str(run)]) == 0
+    # Other data: its classes are found by name.
     other = make_folders(tmp_path / "other", per_class=3)
     capsys.readouterr()
-    assert main(["evaluate", str(run), "--data", str(other), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["test_count"], result["test_correct"]) == (6, 6)
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test_correct"] == 6
     (other / "bright").rename(other / "purple")
-    assert main(["evaluate", str(run), "--data", str(other)]) == 2
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(other)]) == 2
     assert "'purple'" in capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ from flatout.train.recipes import start_of
 )
 def test_operands_are_given_by_position_or_by_name(words: str) -> None:
     args = parse(words.split())
-    assert (args.run, args.data, args.json) == (Path("runs/a"), "photos", True)
+    assert (args.run, args.data, args.json) == ("runs/a", "photos", True)
 
 
 def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:

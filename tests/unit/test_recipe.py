@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout
-from flatout.config import Recipe, from_dict, known_keys, load_recipe, of_run
+from flatout.config import Recipe, from_dict, known_keys, load_recipe
 from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
 from flatout.train.checkpoint import Checkpoint
@@ -105,7 +105,10 @@ WRONG = [
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
     ({"optimizer.name": "lamb"}, "optimizer.name = 'lamb': known: sgd, momentum, adagrad, adam, adamw, torch:NAME"),
-    ({"optimizer.name": "timm:lion", "optimizer.betas": [1.5]}, "optimizer.betas = (1.5,): each must be at least 0"),
+    (
+        {"optimizer.name": "timm:lion", "optimizer.betas": [1.5]},
+        "optimizer.betas = (1.5,): must be numbers, each",
+    ),
     ({"dropout": 1}, "dropout = 1.0: must be at least 0 and less than 1"),
     ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
     ({"data.mean": [0.1, 0.2], "data.std": [1, 1]}, "data.mean"),
@@ -216,12 +219,3 @@ def test_any_override_gives_a_recipe_or_one_message(changes: dict[str, object]) 
         assert str(error)
     else:
         assert from_dict(recipe.to_dict()) == recipe
-
-
-def test_recipes_of_earlier_versions_get_what_they_meant() -> None:
-    # As runs wrote it before these keys had other values.
-    written = from_dict({"model": "any", "image_size": 8, "epochs": 1, "batch_size": 4})
-    changes = {"data.bits": 8, "data.order": "full", "task": "single-label"}
-    assert of_run(written) == written.override(changes)
-    chosen = {"data.bits": 16, "data.order": "blocks", "task": "regression"}
-    assert of_run(written.override(chosen)) == written.override(chosen)

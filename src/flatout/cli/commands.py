@@ -3,7 +3,6 @@
 They are registered in the order of the help text.
 """
 
-import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -58,13 +57,16 @@ def engine_of(args: Namespace) -> str:
     return engine_for(args.devices, args.engine)
 
 
+# Flags, and the recipe keys that they change.
+KEYS = {name: name for name in ("model", "epochs", "batch_size", "seed", "pretrained")}
+KEYS |= {"lr": "optimizer.lr", "folds": "data.folds", "on_bad_image": "data.on_bad_image"}
+KEYS |= {"image_folder": "data.images", "class_file": "data.classes"}
+
+
 def changes_of(args: Namespace) -> dict[str, Any]:
     """Return the recipe keys that flags change; --set comes last."""
     given = vars(args)
-    keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
-    keys |= {"folds": "data.folds"}
-    flags = ("model", "epochs", "batch_size", "seed", "pretrained", *keys)
-    changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
+    changes = {key: given[flag] for flag, key in KEYS.items() if given.get(flag) is not None}
     if given.get("image_size") is not None:
         changes["image_size"] = size_of(args.image_size, "--image-size")
     if given.get("weights") is not None:
@@ -72,6 +74,11 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     if given.get("pretrained") is False:
         changes |= {"pretrained": False, "weights": ""}
     return changes | dict(map(parse_setting, args.set))
+
+
+def picked(args: Namespace, names: str) -> dict[str, Any]:
+    """Return the values of flags that are also the names of arguments."""
+    return {name: getattr(args, name) for name in names.split()}
 
 
 def size_of(text: str, flag: str = "--size") -> Size:
@@ -102,18 +109,11 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.train.request import Options, TrainRequest, check
 
     engine = engine_of(args)
-    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     options = Options(
-        out=args.out,
-        hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
-        restarts=args.restarts,
-        hang_timeout=args.hang_timeout,
-        minutes=args.minutes,
+        **picked(args, "out restarts hang_timeout minutes devices resume overwrite"),
+        hosts=Hosts(**picked(args, "nodes node_rank rendezvous"), timeout=args.rendezvous_timeout),
         began=began,
-        devices=args.devices,
         engine=engine,
-        resume=args.resume,
-        overwrite=args.overwrite,
         cache=not args.no_cache,
         # A model given on the command line may be code; one given in a file may not.
         allow_code=args.model is not None,
@@ -174,26 +174,7 @@ def do_lr(args: Namespace, console: Console) -> Output:
 
     recipe, data, options = _measured_job(args, console)
     result = find_rate(recipe, data, replace(options, out=args.out), console)
-    if result["lr"] is None:
-        return {**result, "train": None}, format_lr(result)
-    train = _train_command(args, result["lr"])
-    return {**result, "train": train}, [*format_lr(result), f"train with it: {train}"]
-
-
-def _train_command(args: Namespace, lr: float) -> str:
-    """Return the command that trains what the flags of `lr` describe."""
-    words = ["flatout", "train", *([args.job] if args.job else [])]
-    for flag in ("data", "model", "batch_size", "seed", "weights"):
-        if (value := getattr(args, flag)) is not None:
-            words += [f"--{flag.replace('_', '-')}", str(value)]
-    if args.pretrained is not None:
-        words.append("--pretrained" if args.pretrained else "--no-pretrained")
-    # A rate given with --set would take precedence over --lr.
-    words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
-    for flag in ("devices", "engine"):
-        if (value := getattr(args, flag)) != "auto":
-            words += [f"--{flag}", value]
-    return shlex.join([*words, "--lr", f"{lr:g}"])
+    return result, format_lr(result)
 
 
 @command(
@@ -209,15 +190,17 @@ def do_bench(args: Namespace, console: Console) -> Output:
     return result, format_bench(result)
 
 
-def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
-    """Return recipe, data and options of a job to measure."""
+def _measured_job(
+    args: Namespace, console: Console, **more: Any
+) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
+    """Return recipe, data and options of a job to measure; `more` goes to `resolve`."""
     from flatout.engine.devices import parse_devices
     from flatout.train.recipes import resolve
     from flatout.train.request import Options
 
     engine = engine_of(args)
     accelerated = parse_devices(args.devices, engine).is_accelerated
-    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
+    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console, **more)
     return recipe, data, Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
 
 
@@ -231,7 +214,8 @@ def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
     from flatout.analysis.scale import format_scale, scale
 
-    result = scale(args.job, args.data, changes_of(args), devices=args.devices, out=args.out, console=console)
+    flags = picked(args, "devices out")
+    result = scale(args.job, args.data, changes_of(args), **flags, console=console)
     return result, format_scale(result)
 
 
@@ -241,26 +225,15 @@ def do_scale(args: Namespace, console: Console) -> Output:
     " --inference --price --out --set --json",
     "plan --model timm:resnet50 --images 1281167 --classes 1000 --gpu h100,rtx4090",
     images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
-    classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
+    classes={"type": int, "metavar": "K", "dest": "classes", "help": "number of classes, instead of counting them"},
 )
 def do_plan(args: Namespace, console: Console) -> Output:
     """Estimate speed, memory and cost of a job on GPUs or TPUs that you don't have."""
     from flatout.analysis.plan import format_plan, plan
 
-    result = plan(
-        args.job,
-        args.data,
-        changes_of(args),
-        topologies=args.topology,
-        gpus=args.gpu,
-        inference=args.inference,
-        images=args.images,
-        classes=args.classes,
-        price=args.price,
-        allow_code=args.model is not None,
-        out=args.out,
-        console=console,
-    )
+    flags = {"topologies": args.topology, "gpus": args.gpu, "allow_code": args.model is not None}
+    flags |= picked(args, "inference images classes price out")
+    result = plan(args.job, args.data, changes_of(args), **flags, console=console)
     return result, format_plan(result)
 
 
@@ -303,10 +276,10 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
-    flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
     # In a table, images that cannot be read are rows.
-    flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
-    predictions = predict(run, args.files, **flags, note=console.note)
+    bad = args.on_bad_image or ("skip" if args.csv else "stop")
+    flags = picked(args, "top tta coverage explain")
+    predictions = predict(run, args.files, **flags, on_bad_image=bad, note=console.note)
     if args.csv:
         counts = write_csv(args.csv, run, predictions, top=args.top)
         line = f"{args.csv}: {counts['images']:,} images, {counts['unreadable']:,} of them cannot be read"
@@ -329,7 +302,7 @@ def do_export(args: Namespace, console: Console) -> Output:
     from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
-    done = export(run, args.out, format=args.format, precision=args.precision, data=args.data, console=console)
+    done = export(run, args.out, **picked(args, "format precision data"), console=console)
     return done.to_dict(), done.lines()
 
 
@@ -338,7 +311,7 @@ def do_compare(args: Namespace, console: Console) -> Output:
     """Test whether two runs differ by more than chance."""
     from flatout.inference.evaluate import compare, format_comparison
 
-    result = compare(_folder(args.run), _folder(args.other))
+    result = compare(Path(args.run), Path(args.other))
     return result, format_comparison(result)
 
 
@@ -347,9 +320,8 @@ def do_report(args: Namespace, console: Console) -> Output:
     """Draw a run's pictures and report again."""
     from flatout.report.page import draw_all
 
-    folder = _folder(args.run)
-    draw_all(folder)
-    path = str(folder / "report.html")
+    draw_all(Path(args.run))
+    path = str(Path(args.run) / "report.html")
     return {"report": path}, [path]
 
 
@@ -374,18 +346,9 @@ def do_upload(args: Namespace, console: Console) -> Output:
     from flatout.inference.hub import format_upload, upload
     from flatout.inference.run import load
 
-    flags = {"private": args.private, "overwrite": args.overwrite, "pictures": not args.no_pictures}
-    result = upload(load(_folder(args.run)), args.url, **flags, console=console)
+    flags = picked(args, "private overwrite")
+    result = upload(load(Path(args.run)), args.url, **flags, pictures=not args.no_pictures, console=console)
     return result, format_upload(result)
-
-
-def _folder(run: Path | str) -> Path:
-    """Return a run folder of this host."""
-    from flatout.inference.hub import is_published
-
-    if is_published(run):
-        raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")
-    return Path(run)
 
 
 @command(
@@ -405,8 +368,8 @@ def do_check(args: Namespace, console: Console) -> Output:
     if args.labels:
         return _check_labels(args, console)
     only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
-    if given := next((name for name in only_labels if getattr(args, name) is not None), None):
-        raise InputError(f"--{given} requires --labels")
+    if given := [name for name in only_labels if getattr(args, name) is not None]:
+        raise InputError(f"--{given[0]} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
     result = check(found if isinstance(found, ImageDataset) else found.read(), console)
@@ -417,34 +380,19 @@ def do_check(args: Namespace, console: Console) -> Output:
 def _check_labels(args: Namespace, console: Console) -> Output:
     from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
     from flatout.analysis.output import check_free, make_folder
-    from flatout.engine.devices import parse_devices
     from flatout.engine.factory import speeds_on
-    from flatout.train.recipes import resolve
-    from flatout.train.request import Options
 
     check_free(args.out)
-    minutes, engine = args.minutes, engine_of(args)
+    minutes = args.minutes
     if minutes is not None and (args.job is not None or not minutes > 0):
         raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
-    recipe, data = resolve(
-        args.job,
-        args.data,
-        _changes_with_classes(args),
-        accelerated=parse_devices(args.devices, engine).is_accelerated,
-        console=console,
-        seconds=None if minutes is None else 60 * minutes / COST_OF_FOLDS,
-        speeds=speeds_on(args.devices, engine),
-    )
+    seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
+    speeds = speeds_on(args.devices, engine_of(args))
+    recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
     if not recipe.pretrained:
         console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
-    options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
     found = find_label_errors(recipe, data, options, console)
     return write_errors(found, make_folder(args.out, f"labels-{recipe.job}"))
-
-
-def _changes_with_classes(args: Namespace) -> dict[str, Any]:
-    """Return the recipe keys that flags change, --classes included."""
-    return {**({"data.classes": args.classes} if args.classes else {}), **changes_of(args)}
 
 
 @command(
@@ -459,14 +407,14 @@ def do_look(args: Namespace, console: Console) -> Output:
     from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
-    look = look_at(args.job, args.data, _changes_with_classes(args), console)
+    look = look_at(args.job, args.data, changes_of(args), console)
     page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
     return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
 
 
 @command(
     "DATA",
-    "--data --images --size --out --channels --bits --resize --classes --set --on-bad-image --max-bad-share --json",
+    "--data --images --size --out --channels --classes --set --on-bad-image --json",
     "pack my-photos/ --size 128 --out my-photos.pack",
     out={"required": True, "help": "a folder that does not exist yet"},
 )
@@ -476,18 +424,14 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.pack import PackSettings
     from flatout.train.dataset_stats import measure_dataset
 
-    size = size_of(args.size)
+    size, recipe = size_of(args.size), _reading(args)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
         size=size,
         channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
-        resize=args.resize,
-        on_bad_image=args.on_bad_image or "stop",
-        max_bad_share=args.max_bad_share,
-        bits=args.bits or 0,
+        **{name: getattr(recipe.data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
     )
     pack = build_pack(found, settings, args.out, report=console)
     console.finish()
@@ -505,19 +449,16 @@ def do_cache(args: Namespace, console: Console) -> Output:
     if args.clear:
         shown, kept = clear(shown)
         what = f"entries removed, {len(kept)} in use or not removable" if kept else "entries removed"
-    total = sum(entry.size_bytes for entry in shown)
-    lines = [
-        f"{entry.size_bytes / 1e6:10,.1f} MB  {datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}"
-        for entry in shown
-    ]
-    lines.append(f"{total / 1e6:10,.1f} MB  in {len(shown)} {what}: {cache_folder()}")
+    rows = [(entry.size_bytes, f"{datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}") for entry in shown]
+    rows.append((sum(size for size, _ in rows), f"in {len(shown)} {what}: {cache_folder()}"))
+    lines = [f"{size / 1e6:10,.1f} MB  {about}" for size, about in rows]
     found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
 
 
 def _reading(args: Namespace) -> Recipe:
     """Return a recipe with the flags for reading data."""
-    changes = _changes_with_classes(args)
+    changes = changes_of(args)
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
         raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
     return with_settings(changes)
@@ -531,7 +472,7 @@ def _reading(args: Namespace) -> Recipe:
     model={"required": True},
     out={"required": True, "metavar": "FILE", "help": "a new .safetensors file"},
     size={"required": False, "help": "height and width of the model's images; default: as the file has them"},
-    classes={"type": int, "metavar": "K", "help": "outputs of the model; default: as the file has them"},
+    classes={"type": int, "metavar": "K", "dest": "classes", "help": "outputs of the model; default: as in the file"},
     channels={"help": "of the model's images; default: as the file has them"},
 )
 def do_convert(args: Namespace, console: Console) -> Output:
@@ -541,14 +482,8 @@ def do_convert(args: Namespace, console: Console) -> Output:
     for flag, value in (("classes", args.classes), ("channels", args.channels)):
         if value is not None and value < 1:
             raise InputError(f"--{flag} {value}: must be at least 1")
-    result = convert(
-        Path(args.file),
-        args.model,
-        args.out,
-        shape=Shape(args.classes, size_of(args.size) if args.size else None, args.channels),
-        check=args.check,
-        report=console.note,
-    )
+    shape = Shape(args.classes, size_of(args.size) if args.size else None, args.channels)
+    result = convert(Path(args.file), args.model, args.out, shape=shape, check=args.check, report=console.note)
     return result, format_conversion(result, verbose=args.verbose)
 
 

@@ -4,6 +4,7 @@ A command takes operands, such as RUN and DATA. Each may also be given as the fl
 """
 
 import argparse
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -17,16 +18,8 @@ from flatout.config.settings import nearest
 from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
 
-
-def run_path(text: str) -> Path | str:
-    """Return the folder of a run, or its address on the Hugging Face hub unchanged."""
-    from flatout.inference.hub import is_published
-
-    return text if is_published(text) else Path(text)
-
-
 _FLAGS: dict[str, dict[str, Any]] = {
-    "--run": {"type": run_path, "metavar": "RUN", "help": "the run folder"},
+    "--run": {"metavar": "RUN", "help": "the run folder"},
     "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
@@ -37,24 +30,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--seed": {"type": int, "metavar": "N", "help": "seed of weights, sample order and augmentation"},
     "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "any recipe key; repeatable"},
     "--weights": {"type": Path, "metavar": "PATH", "help": "initial weights: a file or a run folder"},
-    "--pretrained": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "start from published weights, or end if there are none; --no-pretrained: from random ones",
-    },
+    "--pretrained": {"action": argparse.BooleanOptionalAction, "help": "start from published weights, or random ones"},
     "--on-bad-image": {"choices": ("stop", "skip"), "help": "what to do with unreadable images (stop)"},
-    "--max-bad-share": {"type": float, "default": 0.05, "metavar": "X", "help": "the most that skip accepts (0.05)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "an empty or new folder; default: a new one under runs/"},
     "--resume": {"action": "store_true", "help": "continue the run in --out"},
     "--private": {"action": "store_true", "help": "create the repository for its owner alone"},
     "--no-pictures": {"action": "store_true", "help": "leave out report and pictures, which show test images"},
     "--overwrite": {"action": "store_true", "help": "replace the run in --out"},
-    "--track": {
-        "action": "append",
-        "default": [],
-        "choices": TRACKERS,
-        "metavar": "NAME",
-        "help": f"log to an experiment tracker, {', '.join(TRACKERS)}; repeatable",
-    },
+    "--track": {"action": "append", "default": [], "choices": TRACKERS, "help": "experiment tracker; repeatable"},
     "--no-cache": {"action": "store_true", "help": "do not keep the decoded images for the next run"},
     "--devices": {"default": "auto", "metavar": "SPEC", "help": "auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"},
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},
@@ -64,12 +47,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print one JSON object and nothing else"},
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
     "--coverage": {"type": float, "metavar": "P", "help": "add the set that holds the right class with probability P"},
-    "--explain": {
-        "nargs": "?",
-        "const": "",
-        "metavar": "DIR",
-        "help": "heatmaps of what the answers rest on; DIR: a new folder",
-    },
+    "--explain": {"nargs": "?", "const": "", "metavar": "DIR", "help": "heatmaps of the evidence, in a new folder"},
     "--format": {"metavar": "NAME", "help": "onnx or exported; default: as the name of --out ends"},
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--precision": {"choices": ("fp32", "fp16"), "default": "fp32", "help": "of an ONNX file (fp32)"},
@@ -77,16 +55,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"required": True, "metavar": "N|HxW", "help": "height and width in pixels"},
     "--channels": {"type": int, "metavar": "C", "help": "default: as the images have"},
-    "--bits": {"type": int, "choices": (8, 16), "help": "per channel; default: as the images have"},
-    "--resize": {
-        "choices": ("squash", "crop", "pad"),
-        "default": "squash",
-        "help": "for images of another shape: squash, crop to the centre, or pad with black (squash)",
-    },
     "--job": {"metavar": "JOB", "help": "a built-in job or a recipe.toml"},
     "--check": {"type": Path, "metavar": "NPZ", "help": "arrays images and logits of the source framework, to compare"},
     "--verbose": {"action": "store_true", "help": "list which layer of the file became which of the model"},
-    "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
+    "--classes": {"metavar": "FILE", "dest": "class_file", "help": "a list of class names, one per line"},
     "--gpu": {"metavar": "NAME,...", "help": "NVIDIA GPUs to estimate for, such as h100,rtx4090,l4"},
     "--image-size": {"metavar": "N|HxW", "help": "height and width in pixels; default: the job's or the model's"},
     "--inference": {"action": "store_true", "help": "with --gpu: predictions instead of training"},
@@ -96,17 +68,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--nodes": {"default": "1", "metavar": "N|MIN:MAX", "help": "hosts (1); MIN:MAX continues without lost ones"},
     "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
-    "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
-    "--hang-timeout": {
-        "type": float,
-        "default": 300.0,
-        "metavar": "S",
-        "help": "seconds without progress after which a rank of several is ended (300)",
-    },
+    "--rendezvous-timeout": {"type": float, "default": 120.0, "metavar": "S", "help": "wait for all hosts (120)"},
+    "--hang-timeout": {"type": float, "default": 300.0, "metavar": "S", "help": "end a rank without progress (300)"},
     "--restarts": {
         "type": int,
         "metavar": "N",
-        "help": "restarts from the newest checkpoint after a rank is lost (0; MAX - MIN with --nodes MIN:MAX)",
+        "help": "from the newest checkpoint, after a loss (0 or MAX - MIN)",
     },
 }
 _OPERANDS = {
@@ -119,15 +86,10 @@ _OPERANDS = {
     "SHELL": "bash, zsh or fish",
     "DIR": "the folder that holds the runs (runs)",
 }
-# Shell completions of flags and operands that take a file or a folder.
-_FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "--check", "--csv", "DATA", "FILE")
-_WORDS = {
-    "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
-    "--engine": ("auto", "torch", "xla"),
-    "--format": ("onnx", "exported"),
-    "SHELL": SHELLS,
-}
+# Flags and operands that shells complete with files, and with the words here.
+_PATHS = {"--run", "--out", "--images", "--data", "--weights", "--classes", "--check", "--csv"}
+_PATHS |= {"JOB", "RUN", "OTHER", "DIR", "DATA", "FILE"}
+_WORDS = {"--devices": "auto cpu 2xcpu cuda mps 8xtpu", "--engine": "auto torch xla", "SHELL": " ".join(SHELLS)}
 _EXAMPLES = """Examples:
   flatout check my-photos/                         what is in the data, and what is wrong with it
   flatout train my-photos/ --out runs/first        train on it; one folder per class is enough
@@ -148,13 +110,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the versions, a line each, that of flatout first."""
+    """Prints the versions of flatout, Python, and the installed libraries that results depend on, a line each."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from flatout.utils.host import versions
+        from flatout.utils.host import installed
 
-        lines = {"flatout": __version__, **versions()}.items()
-        print("\n".join(f"{name} {version}" for name, version in lines))
+        found = {"flatout": __version__, "Python": platform.python_version()}
+        found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "onnxruntime", "jax", "torchax", "keras")
+        print("\n".join(f"{name} {version}" for name, version in found.items()))
         parser.exit()
 
 
@@ -183,8 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if operand.endswith("..."):
             args.files, operands = operands, []
         else:
-            value = operands.pop(0) if operands else None
-            setattr(args, name, run_path(value) if name == "run" and value else value)
+            setattr(args, name, operands.pop(0) if operands else None)
     if operands:
         subparser.error(f"unexpected argument {operands[0]!r}; {usage}")
     return args
@@ -200,39 +162,18 @@ def completion(shell: str) -> str:
     """Return the script that completes commands, flags and their values in a shell: bash, zsh or fish."""
     import shtab
 
-    parser, subparsers = _make_parsers()
-    for subparser in subparsers.values():
-        for action in subparser._actions:
-            # Of several operands the last one: file completion includes the folders of RUN.
-            words = action.option_strings or [word.strip("[].") for word in str(action.metavar).split()][-1:]
-            found = [done for word in words if (done := _completed(word))]
-            if found and action.choices is None:
-                action.complete = found[0]  # pyright: ignore[reportAttributeAccessIssue]
-    return shtab.complete(parser, shell)
-
-
-def _completed(word: str) -> Any:
-    """Return shtab's completion for a flag or an operand; None if only the user knows the value."""
-    import shtab
-
     from flatout.config import known_keys
 
-    if word in _FOLDERS or word in _FILES:
-        return shtab.DIRECTORY if word in _FOLDERS else shtab.FILE
-    if word == "--set":
-        return shtab.cmd(r"printf '%s\n' " + " ".join(f"{key}=" for key in known_keys()))
-    if word in _WORDS:
-        return shtab.cmd(r"printf '%s\n' " + " ".join(_WORDS[word]))
-    if word != "JOB":
-        return None
-    # A job, or a file or folder.
-    names = " ".join(builtin_jobs())
-    return {
-        "bash": "_flatout_jobs",
-        "zsh": f"{{compadd {names}; _files}}",
-        "fish": f"(string split ' ' '{names}'; __fish_complete_path (commandline -ct))",
-        "preamble": {"bash": f"_flatout_jobs() {{ compgen -W '{names}' -- $1; _shtab_compgen_files $1; }}"},
-    }
+    words = _WORDS | {"--set": " ".join(f"{key}=" for key in known_keys())}
+    parser, subparsers = _make_parsers()
+    for action in (action for subparser in subparsers.values() for action in subparser._actions):
+        # Of several operands the last one.
+        name = (action.option_strings or [word.strip("[].") for word in str(action.metavar).split()])[-1]
+        if action.choices is None and name in words:
+            action.complete = shtab.cmd(rf"printf '%s\n' {words[name]}")  # pyright: ignore
+        elif action.choices is None and name in _PATHS:
+            action.complete = shtab.FILE  # pyright: ignore
+    return shtab.complete(parser, shell)
 
 
 def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:

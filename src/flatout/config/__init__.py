@@ -7,14 +7,6 @@ folder, so that the file alone repeats the run.
 from flatout.config.recipe import (
     FREE_KEYS,
     MAX_CHANNELS,
-    Recipe,
-    from_dict,
-    known_keys,
-    load_recipe,
-    of_run,
-    with_settings,
-)
-from flatout.config.sections import (
     MAX_IMAGE_SIZE,
     OPTIMIZERS,
     SGD,
@@ -25,27 +17,11 @@ from flatout.config.sections import (
     Data,
     Momentum,
     Optimizer,
+    Recipe,
     Schedule,
+    from_dict,
+    known_keys,
+    load_recipe,
+    of_run,
+    with_settings,
 )
-
-__all__ = [
-    "FREE_KEYS",
-    "MAX_CHANNELS",
-    "MAX_IMAGE_SIZE",
-    "OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Augment",
-    "Data",
-    "Momentum",
-    "Optimizer",
-    "Recipe",
-    "Schedule",
-    "from_dict",
-    "known_keys",
-    "load_recipe",
-    "of_run",
-    "with_settings",
-]

@@ -1,23 +1,27 @@
-"""The recipe of a training run, its conversion from plain values, and recipe files."""
+"""The recipe of a training run: sections that check their fields, conversion from plain values, and recipe files."""
 
 import dataclasses
+import functools
 import math
 import operator
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from flatout.config.sections import Augment, Checked, Data, ImageSize, Optimizer, Schedule
-from flatout.config.settings import collapse_size, nearest, shown, sides, typed
+from flatout.config.settings import Size, collapse_size, nearest, shown, sides, typed
 from flatout.utils.errors import InputError
 
 T = TypeVar("T")
 
-MAX_CHANNELS = 1024
-Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
+# The optimizers of both engines; torch and timm have more.
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
+MAX_CHANNELS, MAX_IMAGE_SIZE = 1024, 8192
+ImageSize = Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
+SizeOrZero = Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"]
 # Keys of earlier versions: the neutral value, and the replacement of others.
 REMOVED = {
     "data.decode": ("before", "images are decoded before training"),
@@ -28,81 +32,249 @@ REMOVED = {
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or affect only rounding.
 FREE_KEYS = (
-    "epochs",
-    "max_steps",
-    "schedule.corrections",
-    "early_stopping",
-    "log_every",
-    "micro_batch",
-    "precision",
-    "shard",
-    "data.path",
-    "data.placement",
+    *("epochs", "max_steps", "schedule.corrections", "early_stopping", "log_every"),
+    *("micro_batch", "precision", "shard", "data.path", "data.placement"),
 )
+
+
+class Checked:
+    """Checks fields annotated with an interval, such as `[0, 1)`; `section` is the first part of their dotted keys."""
+
+    section = ""
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            for interval in getattr(hint, "__metadata__", ()):
+                self._check_range(name, interval)
+
+    def _check_range(self, name: str, interval: str) -> None:
+        low, high = map(float, interval[1:-1].split(","))
+        need = f"must be at least {low:g}" if interval[0] == "[" else f"must be greater than {low:g}"
+        if high < math.inf:
+            need += f" and at most {high:g}" if interval[-1] == "]" else f" and less than {high:g}"
+        value = getattr(self, name)
+        is_pair = isinstance(value, tuple)  # height and width, of which neither may be 0
+        numbers = value if is_pair else () if value is None else (value,)
+        above = operator.ge if interval[0] == "[" else operator.gt
+        below = operator.le if interval[-1] == "]" else operator.lt
+        low = max(low, 1) if is_pair else low
+        self._require((all(above(n, low) and below(n, high) for n in numbers), name, need))
+
+    def _require(self, *rules: tuple[bool, str, str]) -> None:
+        """Check rules: a condition, its field, and the message if it is violated."""
+        for condition, name, need in rules:
+            if not condition:
+                raise InputError(f"{self.section}{name} = {getattr(self, name)!r}: {need}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Checked):
+    """An optimizer and its hyper-parameters, as torch defines them; `docs/recipes.md` describes them.
+
+    `torch:NAME` and `timm:NAME` have defaults of their own for the fields that are None.
+    """
+
+    section = "optimizer."
+    name: str = "sgd"  # one of `OPTIMIZERS`, `torch:NAME` or `timm:NAME`; `momentum` is SGD with a momentum of 0.9
+    lr: Annotated[float, "(0, inf)"] = 0.01  # the base of the schedule
+    lr_base_batch: Annotated[int, "[0, inf)"] = 0  # the batch size `lr` is for, scaled to `batch_size`; 0: not scaled
+    lr_scaling: Literal["linear", "sqrt"] | None = None  # by default linear, and sqrt for Adam and AdamW
+    momentum: Annotated[float | None, "[0, 1)"] = None
+    dampening: Annotated[float, "[0, 1)"] = 0.0
+    nesterov: bool | None = None
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0
+    betas: tuple[float, ...] | None = None
+    eps: Annotated[float | None, "(0, inf)"] = None
+    layer_decay: Annotated[float, "(0, 1]"] = 1.0  # the rate of a group of layers, as a share of the next one's
+
+    def __post_init__(self) -> None:
+        known = (*OPTIMIZERS, "torch:NAME", "timm:NAME")
+        self._require((self.name in OPTIMIZERS or self.is_of_library, "name", nearest(self.name, known)))
+        defaults: dict[str, Any] = {"lr_scaling": "sqrt" if self.name in ("adam", "adamw") else "linear"}
+        if not self.is_of_library:
+            defaults |= {"momentum": 0.9 if self.name == "momentum" else 0.0, "nesterov": False, "betas": (0.9, 0.999)}
+            defaults |= {"eps": 1e-10 if self.name == "adagrad" else 1e-8}
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+        betas = self.betas or ()
+        are_betas = all(0 <= beta < 1 for beta in betas) and (self.is_of_library or len(betas) == 2)
+        count = "" if self.is_of_library else "two "
+        self._require((are_betas, "betas", f"must be {count}numbers, each at least 0 and less than 1"))
+        if self.is_of_library:
+            return
+        momentum, is_sgd = self.momentum or 0.0, self.name in ("sgd", "momentum")
+        can_nesterov = momentum > 0 and self.dampening == 0
+        self._require(
+            (is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0"),
+            (self.name != "momentum" or momentum > 0, "momentum", "must be greater than 0; or use the optimizer sgd"),
+            (self.dampening == 0 or momentum > 0, "dampening", "has no effect without momentum"),
+            (can_nesterov or not self.nesterov, "nesterov", "needs a momentum greater than 0 and no dampening"),
+        )
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the name is a class of torch or timm."""
+        return self.name.startswith(("torch:", "timm:"))
+
+
+SGD = functools.partial(Optimizer, name="sgd")
+Momentum = functools.partial(Optimizer, name="momentum")
+Adagrad = functools.partial(Optimizer, name="adagrad")
+Adam = functools.partial(Optimizer, name="adam")
+AdamW = functools.partial(Optimizer, name="adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Checked):
+    """The learning rate over time; the formulas are in `engine/schedule.py`."""
+
+    section = "schedule."
+    name: Literal["constant", "cosine", "step", "one-cycle", "plateau"] = "constant"
+    warmup_epochs: Annotated[float, "[0, inf)"] = 0.0
+    step_epochs: Annotated[int, "[1, inf)"] = 30
+    factor: Annotated[float, "(0, 1)"] = 0.1
+    patience: Annotated[int, "[0, inf)"] = 10
+    threshold: Annotated[float, "[0, inf)"] = 1e-4
+    final_factor: Annotated[float, "[0, 1]"] = 0.0
+    rise: Annotated[float, "(0, 1)"] = 0.3
+    start_factor: Annotated[float, "(0, 1]"] = 0.04
+    corrections: str = ""  # of the run's length by `--minutes`: `STEP:STEPS`, the planned steps of all before that step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        are_pairs = bool(re.fullmatch(r"([1-9]\d*:[1-9]\d*( |$))*", self.corrections))
+        ends = [end for end, _ in self.earlier_lengths] if are_pairs else []
+        need = "must be pairs STEP:STEPS in the order of the first, such as 204:1171 409:1290"
+        self._require((are_pairs and ends == sorted(set(ends)), "corrections", need))
+
+    @functools.cached_property
+    def earlier_lengths(self) -> tuple[tuple[int, int], ...]:
+        """Steps, and the planned length of the whole run before each."""
+        pairs = (pair.split(":") for pair in self.corrections.split())
+        return tuple((int(end), int(total)) for end, total in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment(Checked):
+    """Random changes to training images; the geometry is in `engine/augment.py`. Zero or false means none."""
+
+    section = "augment."
+    flip: bool = False  # left-right, with probability 1/2
+    shear: Annotated[float, "[0, 1]"] = 0.0  # the largest in either direction, as a fraction of the image size
+    zoom: Annotated[float, "[0, 1)"] = 0.0  # the largest change of the scale in either direction, as a fraction
+    rotate: Annotated[float, "[0, 180]"] = 0.0  # the largest angle in either direction, in degrees
+    shift: Annotated[float, "[0, 1]"] = 0.0  # the largest in either direction, as a fraction of the image size
+    crop: Annotated[float, "[0, 1]"] = 0.0  # the smallest area of a random crop of aspect 3/4 to 4/3, as a fraction
+    color_jitter: Annotated[float, "[0, 1)"] = 0.0  # the largest change of brightness, contrast and saturation
+    policy: Literal["none", "trivialaugment", "randaugment"] = "none"  # one random operation, or two
+    erase: Annotated[float, "[0, 1]"] = 0.0  # the probability that a random rectangle gets the mean colour
+    mixup: Annotated[float, "[0, inf)"] = 0.0  # the parameter of the Beta distribution
+    cutmix: Annotated[float, "[0, inf)"] = 0.0  # likewise; with `mixup`, each applies to half of the images
+    views: Annotated[int, "[0, inf)"] = 0  # versions of each image, repeated after as many epochs; 0: no limit
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether images are resampled."""
+        return any((self.shear, self.zoom, self.rotate, self.shift, self.crop, self.policy != "none"))
+
+    @property
+    def only_shifts(self) -> bool:
+        """Whether shifts are the only geometric change besides mirroring."""
+        return self.shift > 0 and not replace(self, shift=0.0).is_affine
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training images differ between epochs."""
+        return any((self.flip, self.is_affine, self.color_jitter, self.erase, self.mixup, self.cutmix))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether a layer's output can be cached: images are not mixed, and have a limited number of views."""
+        return not self.is_random or (self.views > 0 and not self.mixup and not self.cutmix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Checked):
+    """The location of the images and their conversion to arrays; `docs/recipes.md` describes the fields."""
+
+    section = "data."
+    path: str = ""  # a file, a folder or a URL
+    mean: tuple[float, ...] = ()  # per channel, of pixels in 0..1; by default measured on the training images
+    std: tuple[float, ...] = ()
+    resize: Literal["squash", "crop", "pad"] = "squash"  # images of another shape
+    bits: Literal[0, 8, 16] = 0  # per channel of the decoded images; 0: as the data has, which training fills in
+    valid_fraction: Annotated[float, "[0, 1)"] = 0.1  # of the training images, for a missing validation split
+    test_fraction: Annotated[float, "[0, 1)"] = 0.1  # likewise, if the data has no split at all
+    classes: str = ""  # a file of class names, one per line, each alone or after the id used in the data
+    class_names: tuple[str, ...] = ()  # for classes that are only numbered in the data
+    images: str = ""  # the folder of the images that a CSV file names; by default that of the file
+    file_column: str = ""  # of a CSV or Parquet file, or the feature of a TFRecord file
+    label_column: str = ""  # likewise; several columns of a CSV file are separated by commas
+    group_column: str = ""  # of a CSV file: images with the same entry, such as a patient, share a fold
+    folds: Annotated[int, "[0, inf)"] = 0  # cross-validation; 0: one run
+    fold: Annotated[int, "[0, inf)"] = 0  # that this run is validated on, from 1; 0: all of them, a run each
+    label_pattern: str = ""  # a regular expression whose group is the class in the name of an image file
+    label_mean: float = 0.0  # by which regression labels are standardised
+    label_std: Annotated[float, "[0, inf)"] = 0.0  # likewise; 0: both are measured on the training images
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    max_bad_share: Annotated[float, "[0, 1)"] = 0.05  # of the unreadable images that `skip` accepts
+    stored_size: SizeOrZero = 0  # of decoded images, if larger: evaluation takes the centre, `augment.crop` any part
+    eval_size: SizeOrZero = 0  # in evaluation and prediction; 0 for `image_size`
+    placement: Literal["auto", "device", "memory", "disk"] = "auto"  # of the decoded images during training
+    order: Literal["auto", "full", "blocks"] = "auto"  # shuffled all, or in blocks that a disk reads fast
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            pattern = re.compile(self.label_pattern)
+            finds_label = not self.label_pattern or pattern.groups == 1 or "label" in pattern.groupindex
+        except re.error:
+            finds_label = False
+        need = f"leaves no training images beside data.test_fraction = {self.test_fraction}"
+        self._require(
+            (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
+            (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
+            (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
+            (self.folds != 1, "folds", "must be 0 or at least 2"),
+            (self.fold <= self.folds, "fold", f"must be at most data.folds ({self.folds})"),
+            (finds_label, "label_pattern", "must be a regular expression with one group, (...)"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Checked):
-    """A training run.
-
-    Attributes:
-        image_size: of the images that the model is trained on: height and width in pixels, or one number if they are
-            equal.
-        channels: 1 for grey, 3 for RGB, 4 for RGBA, or any number of bands.
-        batch_size: the global batch, on any number of devices.
-        max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
-        micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is
-            automatic.
-        shard: whether each device has all parameters and optimizer state, or a slice (full).
-        task: the kind of labels: one class, any number of classes, or a number. auto: inferred from the data.
-        loss: one of the task's losses; the default means that of the task.
-        norm: whose statistics batch norms use in training: those of the whole batch; of each device's share of it; or
-            the running ones of the initial weights, which are not changed.
-        dropout: the rate of every dropout layer; -1 for the model's own.
-        class_weights: weights in the loss: balanced, inverse to the number of images; a number for each; or numbers by
-            name, and 1 for the other classes.
-        clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
-        ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
-        drop_last: leave out a short last batch instead of padding it.
-        pretrained: start from published weights.
-        weights: start from this file or folder instead.
-        epochs: passes over the training images; 0 with `linear_probe` fits the head and trains nothing.
-        linear_probe: fit the head to the features before the first step.
-        freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
-        keep: whether the run's weights are those of the best epoch by validation, or of the last.
-        early_stopping: epochs without improvement in validation before training ends; 0 for never.
-        log_every: steps between printed losses; 0 for none.
-        tta: whether the evaluation at the end averages over views of each image (test-time augmentation).
-    """
+    """A training run; `docs/recipes.md` describes the fields."""
 
     job: str = "custom"
     model: str
-    image_size: ImageSize
-    channels: Channels = 3
-    epochs: Annotated[int, "[0, inf)"]
-    batch_size: Annotated[int, "[1, inf)"]
-    max_steps: Annotated[int, "[0, inf)"] = 0
-    micro_batch: Annotated[int, "[0, inf)"] = 0
-    shard: Literal["none", "full"] = "none"
+    image_size: ImageSize  # of training: height and width in pixels, or one number if they are equal
+    channels: Annotated[int, f"[1, {MAX_CHANNELS}]"] = 3  # 1 for grey, 3 for RGB, 4 for RGBA, or any number of bands
+    epochs: Annotated[int, "[0, inf)"]  # 0 with `linear_probe` fits the head and trains nothing
+    batch_size: Annotated[int, "[1, inf)"]  # on all devices together
+    max_steps: Annotated[int, "[0, inf)"] = 0  # of the whole run, if fewer than those of all epochs; 0 for all
+    micro_batch: Annotated[int, "[0, inf)"] = 0  # samples that a device computes at once; 0 is automatic
+    shard: Literal["none", "full"] = "none"  # each device has all parameters and optimizer state, or a slice
     seed: int = 1
-    norm: Literal["global", "per-device", "frozen"] = "global"
+    norm: Literal["global", "per-device", "frozen"] = "global"  # the statistics of batch norm in training
     task: Literal["auto", "single-label", "multi-label", "regression"] = "auto"
-    loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"
+    loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"  # the default: the task's
     label_smoothing: Annotated[float, "[0, 1)"] = 0.0
-    dropout: float = -1.0
-    clip_norm: Annotated[float, "[0, inf)"] = 0.0
-    ema: Annotated[float, "[0, 1)"] = 0.0
+    dropout: float = -1.0  # of every dropout layer; -1 for the model's own
+    clip_norm: Annotated[float, "[0, inf)"] = 0.0  # the largest norm of all gradients together; 0 for no limit
+    ema: Annotated[float, "[0, 1)"] = 0.0  # decay of the average of the weights that is evaluated and kept; 0: none
     class_weights: Literal["none", "balanced"] | tuple[float, ...] | dict[str, float] = "none"
-    drop_last: bool = False
+    drop_last: bool = False  # leave out a short last batch instead of padding it
     pretrained: bool = False
-    weights: str = ""
-    linear_probe: bool = False
-    freeze: str = ""
+    weights: str = ""  # a file or folder to start from
+    linear_probe: bool = False  # fit the head to the features before the first step
+    freeze: str = ""  # `all-but-last-N` layers, or comma-separated patterns of parameter names
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    keep: Literal["best", "last"] = "best"
-    early_stopping: Annotated[int, "[0, inf)"] = 0
-    log_every: Annotated[int, "[0, inf)"] = 0
-    tta: bool = False
+    keep: Literal["best", "last"] = "best"  # the weights of the best epoch by validation, or of the last
+    early_stopping: Annotated[int, "[0, inf)"] = 0  # epochs without improvement before training ends; 0 for never
+    log_every: Annotated[int, "[0, inf)"] = 0  # steps between printed losses; 0 for none
+    tta: bool = False  # whether the evaluation at the end averages over views of each image
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     augment: Augment = field(default_factory=Augment)
@@ -112,43 +284,31 @@ class Recipe(Checked):
         super().__post_init__()
         if self.dropout != -1:
             self._check_range("dropout", "[0, 1)")
-        weights = tuple(given.values()) if isinstance(given := self.class_weights, dict) else given
-        weights = weights if isinstance(weights, tuple) else ()
-        positive = "must be at least 0, and not all 0"
-        need = f"must have 1 value or one for each of the {self.channels} channels"
+        given = self.class_weights
+        weights = tuple(given.values()) if isinstance(given, dict) else given if isinstance(given, tuple) else (1.0,)
+        frozen = '"frozen" keeps the statistics of pre-trained weights: set pretrained = true or weights'
         self._require(
             (bool(self.model), "model", "must name a model"),
             (self.epochs > 0 or self.linear_probe, "epochs", "must be at least 1, or linear_probe must be true"),
-            (all(weight >= 0 for weight in weights) and (not weights or any(weights)), "class_weights", positive),
-            (
-                self.norm != "frozen" or self.pretrained or bool(self.weights),
-                "norm",
-                '"frozen" keeps the statistics of pre-trained weights: set pretrained = true or weights',
-            ),
+            (all(w >= 0 for w in weights) and any(weights), "class_weights", "must be at least 0, and not all 0"),
+            (self.norm != "frozen" or self.pretrained or bool(self.weights), "norm", frozen),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
-        largest = self._largest_sides
-        larger = (
-            f"must be at least {shown(collapse_size(largest))}, the largest of image_size and data.eval_size, or 0 "
-        )
-        larger += "for that"
-        of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
-        of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)
-        is_picture = self.channels in (1, 3) and self.data.bits != 16
-        self.augment._require(
-            (is_picture or self.augment.policy == "none", "policy", of_pictures),
-        )
+        bits, largest = self.data.bits, self._largest_sides
+        is_picture = self.channels in (1, 3) and bits != 16
+        pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
+        pictures += f" and {bits} bits" * bool(bits)
+        values = f"must have 1 value or one for each of the {self.channels} channels"
+        larger = f"must be at least {shown(collapse_size(largest))}, the largest of image_size and data.eval_size, or 0"
+        self.augment._require((is_picture or self.augment.policy == "none", "policy", pictures))
         self.data._require(
-            (len(self.data.mean) in (0, 1, self.channels), "mean", need),
+            (len(self.data.mean) in (0, 1, self.channels), "mean", values),
             (all(map(operator.ge, self.stored_sides, largest)), "stored_size", larger),
         )
 
     @property
     def averaged_steps(self) -> int:
-        """The initial step count of the average of the weights.
-
-        Random weights should soon be forgotten. Pre-trained weights are kept: the decay is `ema` from the beginning.
-        """
+        """The initial step count of the average of the weights, which forgets random ones soon, but not pre-trained."""
         is_pretrained = self.pretrained or bool(self.weights)
         return math.ceil((10 * self.ema - 1) / (1 - self.ema)) if is_pretrained and self.ema > 0.1 else 0
 
@@ -201,10 +361,8 @@ class Recipe(Checked):
         """
         table = self.to_dict()
         for key in ("optimizer", "schedule"):
-            name = changes.get(f"{key}.name", table[key]["name"])
-            if name != table[key]["name"]:
-                kept = {k: v for k, v in table[key].items() if k in KEPT_OF_OPTIMIZER}
-                table[key] = {"name": name, **kept}
+            if changes.get(f"{key}.name", table[key]["name"]) != table[key]["name"]:
+                table[key] = {k: v for k, v in table[key].items() if k in KEPT_OF_OPTIMIZER}
         if any(table[key] != changes.get(key, table[key]) for key in ("epochs", "max_steps", "batch_size")):
             table["schedule"].pop("corrections", None)
         for key, value in changes.items():
@@ -225,10 +383,9 @@ class Recipe(Checked):
 
     def flat(self) -> dict[str, Any]:
         """Return the recipe as one level of dotted keys."""
-        table = {}
-        for key, value in self.to_dict().items():
-            is_section = isinstance(getattr(self, key), Checked)
-            table |= {f"{key}.{inner}": v for inner, v in value.items()} if is_section else {key: value}
+        table = self.to_dict()
+        for key in ("optimizer", "schedule", "augment", "data"):
+            table |= {f"{key}.{inner}": value for inner, value in table.pop(key).items()}
         return table
 
     def to_toml(self, comment: str = "") -> str:

@@ -7,12 +7,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from flatout.utils.errors import InputError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Height and width in pixels; one number if they are equal.
 Size = int | tuple[int, int]
@@ -21,17 +18,12 @@ Size = int | tuple[int, int]
 _ALIASES = {
     "learning_rate": "lr",
     "bs": "batch_size",
-    "num_epochs": "epochs",
     "wd": "weight_decay",
     "arch": "model",
-    "img_size": "image_size",
-    "imgsz": "image_size",
     "random_state": "seed",
     "validation_split": "valid_fraction",
-    "device": "devices",
     "gpus": "devices",
     "workers": "devices",
-    "output": "out",
     "gpu": "cuda",
 }
 

@@ -1,5 +1,6 @@
 """Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages are also logged."""
 
+import html
 import json
 import os
 import sys
@@ -25,8 +26,8 @@ class Display:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def show(self, parts: Sequence[str], done: int, total: int) -> None:
-        """Draw the progress in place; the last parts of its text may be left out."""
+    def show(self, text: str, done: int, total: int) -> None:
+        """Draw the progress in place; the end of its text may be cut off."""
 
     def line(self, text: str) -> None:
         """Print a line that stays, above the bar."""
@@ -119,13 +120,12 @@ class Console:
             return
         self._last_shown = now
         rate = (done - self._first_done) / max(now - self._started, 1e-9)
-        parts = [text] if text else []
-        parts += [f"{duration((total - done) / rate)} left", f"{rate:,.0f}/s"] if rate > 0 else []
-        parts += [f"{done:,} of {total:,} {unit}"]
+        speed = f"{duration((total - done) / rate)} left  {rate:,.0f}/s" if rate > 0 else ""
+        text = "  ".join(filter(None, (text, speed, f"{done:,} of {total:,} {unit}")))
         if self.has_bar:
-            self._show("show", parts, done, total)
+            self._show("show", text, done, total)
         else:
-            self.note("  ".join(parts))
+            self.note(text)
 
     def finish(self) -> None:
         """End the task: remove the bar until the next update."""
@@ -216,24 +216,19 @@ class _TerminalBar(Display):
         self._console = RichConsole(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._progress: Any = None
 
-    def show(self, parts: Sequence[str], done: int, total: int) -> None:
+    def show(self, text: str, done: int, total: int) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
         from rich.table import Column
 
-        bar_width = min(24, self._console.width // 4)
-        room, fitting = self._console.width - bar_width - len(" 100%  "), list(parts)
-        while len("  ".join(fitting)) > room and len(fitting) > 1:
-            fitting.pop()
-        # The bar may shrink to three columns; the percentage is kept.
-        most = max(1, self._console.width - 9)
-        fitting[0] = textwrap.shorten(fitting[0], most, placeholder="", break_long_words=False) or fitting[0]
         if self._progress is None:
-            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
-            columns = (BarColumn(bar_width=bar_width), TaskProgressColumn(), text)
+            bar_width = min(24, self._console.width // 4)
+            room = Column(no_wrap=True, max_width=max(1, self._console.width - bar_width - len(" 100%  ")))
+            said = TextColumn("{task.description}", markup=False, table_column=room)
+            columns = (BarColumn(bar_width), TaskProgressColumn(), said)
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._progress.add_task("", total=total)
             self._progress.start()
-        self._progress.update(0, description="  ".join(fitting), completed=done, total=total)
+        self._progress.update(0, description=text, completed=done, total=total)
 
     def line(self, text: str) -> None:
         indent = " " * (len(text) - len(text.lstrip(" ")) + 2)
@@ -256,11 +251,8 @@ class _NotebookBar(Display):
     has_bar = True
     _handle: Any = None
 
-    def show(self, parts: Sequence[str], done: int, total: int) -> None:
-        from html import escape
-
-        text = "  ".join(parts)
-        bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress> {escape(text)}'
+    def show(self, text: str, done: int, total: int) -> None:
+        bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress> {html.escape(text)}'
         self._draw({"text/html": bar, "text/plain": text})
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
 """Expected errors that end a run, each with its exit code."""
 
 import contextlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-DONE, FAILED, WRONG_INPUT = 0, 1, 2
-_SIGNALLED = 128
+DONE, FAILED, WRONG_INPUT, _SIGNALLED = 0, 1, 2, 128
 
 
 class InputError(ValueError):
@@ -87,14 +87,10 @@ def exit_code(error: BaseException) -> int:
     return getattr(error, "exit_code", FAILED)
 
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory; torch raises RuntimeError for both."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+    said = re.search(r"out of memory|can(no|')t allocate memory", str(error), re.I)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(said))
 
 
 def first_line(error: BaseException) -> str:

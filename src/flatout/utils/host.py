@@ -3,8 +3,6 @@
 import contextlib
 import os
 import platform
-import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -44,12 +42,11 @@ def available_memory() -> int:
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process."""
     # On Linux, getrusage includes the peak of the parent process, which is kept across exec.
-    for line in _lines("/proc/self/status", "VmHWM"):
-        return int(line.split()[0]) * 1024
+    if lines := _lines("/proc/self/status", "VmHWM"):
+        return int(lines[0].split()[0]) * 1024
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS in bytes
 
 
 def processor_name() -> str:
@@ -63,18 +60,8 @@ def processor_flags() -> set[str]:
     return {flag for line in _lines("/proc/cpuinfo", "flags", "Features")[:1] for flag in line.split()}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that results depend on, and CUDA's in torch.
-
-    They are not imported, which would take seconds.
-    """
-    found = {"Python": platform.python_version(), **installed("torch"), "CUDA": _cuda_of_torch()}
-    required = ("timm", "numpy", "pillow", "simplejpeg", "safetensors", "huggingface-hub")
-    return found | installed(*required, *_OPTIONAL)
-
-
 def installed(*packages: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of those packages that are installed, without importing them, which would take seconds."""
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str] = {}
@@ -82,22 +69,6 @@ def installed(*packages: str) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-# Libraries of extras.
-_OPTIONAL = ("jax", "libtpu", "torchax", "keras", "onnxruntime", "pyarrow", "h5py")
-
-
-def _cuda_of_torch() -> str:
-    """Return the version of CUDA, or of ROCm, that torch was built for; "none" for a build for CPUs."""
-    from importlib.util import find_spec
-
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "none"
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    built_for = re.search(r"^(cuda|hip)\b[^=\n]*= '(.+)'", text, re.M)
-    return ("ROCm " * (built_for[1] == "hip") + built_for[2]) if built_for else "none"
 
 
 def _lines(path: str, *keys: str) -> list[str]:

@@ -28,69 +28,39 @@ KNOWN = "known.safetensors"
 # The runs of a cross-validation, in its folder.
 FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
-# Values that the report reads, as examples of their types. Each may be missing or null.
-_RECIPE_TYPES: dict[str, Any] = {"job": "", "task": "", "model": "", "data": {"path": ""}}
-_SUMMARY_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("job", "task", "date", "stopped", "engine", "precision", "pack", "pack_fingerprint"), ""),
-    **dict.fromkeys(("test_accuracy", "valid_accuracy", "images_per_second", "train_seconds", "wall_seconds"), 0.0),
-    **dict.fromkeys(("peak_rss_bytes", "peak_device_bytes", "threads_per_rank"), 0.0),
-    **dict.fromkeys(("test_correct", "test_count", "epochs", "parameters"), 0),
-    **dict.fromkeys(("best_epoch", "kept_epoch", "world_size"), 0),
-    **{key: [""] for key in ("classes", "verdict", "notes", "runs_on")},
-    **{key: {"": ""} for key in ("versions", "skipped_images")},
-    "machine": {},
-    "folds": [{}],
-    "trust": {
-        **dict.fromkeys(("temperature", "ece_before", "ece_after"), 0.0),
-        **{key: [{"": 0.0}] for key in ("prediction_sets", "reliability_before", "reliability_after")},
-        "unknown": {"": 0.0},
-    },
-    **{key: {"": 0.0} for key in ("mean", "std")},
-    "time_seconds": {"": 0.0},
-    "train_loss_by_step": [[0.0]],
+# Types of the values that reports read from the recipe and the summary; each may be missing or null.
+_TYPES: dict[Any, str] = {
+    str: "job task model date stopped engine precision pack pack_fingerprint",
+    (int, float): "test_accuracy valid_accuracy test_correct test_count epochs parameters best_epoch kept_epoch"
+    " world_size images_per_second train_seconds wall_seconds peak_rss_bytes peak_device_bytes threads_per_rank",
+    list: "classes verdict notes runs_on folds train_loss_by_step",
+    dict: "data versions skipped_images machine trust mean std time_seconds",
 }
-_TYPE_NAMES = {str: "text", float: "a number", int: "a whole number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
     """The model's predictions on N images of one split, and M of these images, for display.
 
-    Attributes:
-        split: "test", "valid", or "held-out" in a cross-validation.
-        probabilities: see `Task.probabilities`, with the run's temperature, float32 [N, K].
-        labels: see `Pack.labels`.
-        predicted: like the labels; a class is -1 if the probabilities are not finite.
-        sample: int64 [M], the index of each kept image among the N.
-        images: uint8 [M, H, W, 1 or 3], as they are shown.
-        grid, mistakes: positions among the M.
-        heatmaps: those of the first mistakes, uint8 [.., H, W], of the centre of the images if these are larger; None
-            in runs of earlier versions.
-        row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
-        name: text [N], their files; None if they are not files, and in runs of earlier versions.
-        fold: int64 [N], the fold of each image of a cross-validation, predicted by the run without it.
-        test_probabilities: of a test split, in a cross-validation and its folds.
-        classes: their names, text [K].
-        brightness: the mean values of some images, to recognise them, float32 in 0..1.
-        unknown: the OOD score of each image, float32 [N]; None without a detector.
+    Runs of earlier versions lack what may be None.
     """
 
-    split: str
-    probabilities: np.ndarray
-    labels: np.ndarray
-    predicted: np.ndarray
-    sample: np.ndarray
-    images: np.ndarray
-    grid: np.ndarray
-    mistakes: np.ndarray
-    heatmaps: np.ndarray | None = None
-    row: np.ndarray | None = None
-    name: np.ndarray | None = None
-    fold: np.ndarray | None = None
-    test_probabilities: np.ndarray | None = None
-    classes: np.ndarray | None = None
-    brightness: np.ndarray | None = None
-    unknown: np.ndarray | None = None
+    split: str  # "test", "valid", or "held-out" in a cross-validation
+    probabilities: np.ndarray  # see `Task.probabilities`, with the run's temperature, float32 [N, K]
+    labels: np.ndarray  # see `Pack.labels`
+    predicted: np.ndarray  # like the labels; a class is -1 if the probabilities are not finite
+    sample: np.ndarray  # int64 [M], the index of each kept image among the N
+    images: np.ndarray  # uint8 [M, H, W, 1 or 3], as they are shown
+    grid: np.ndarray  # positions among the M
+    mistakes: np.ndarray  # likewise
+    heatmaps: np.ndarray | None = None  # of the first mistakes, uint8 [.., H, W], of the centre of larger images
+    row: np.ndarray | None = None  # int64 [N], of each image in the pack
+    name: np.ndarray | None = None  # text [N], their files, if they are files
+    fold: np.ndarray | None = None  # int64 [N], of each image of a cross-validation, predicted by the run without it
+    test_probabilities: np.ndarray | None = None  # of a test split, in a cross-validation and its folds
+    classes: np.ndarray | None = None  # their names, text [K]
+    brightness: np.ndarray | None = None  # the mean values of some images, to recognise them, float32 in 0..1
+    unknown: np.ndarray | None = None  # the OOD score of each image, float32 [N], with a detector
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,8 +83,6 @@ def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
         InputError: `run` is not a folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
             value in recipe.toml or summary.json has the wrong type.
     """
-    if not run.is_dir():
-        raise InputError(f"{run}: no such run folder; give the folder that `flatout train` wrote")
     if not (run / RECIPE).is_file():
         raise InputError(f"{run}: not a run folder: recipe.toml is missing; give the folder that `flatout train` wrote")
     if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():
@@ -122,8 +90,8 @@ def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
     missing: dict[str, str] = {}
     recipe_text, recipe = read_recipe(run)
     summary = read_summary(run, missing)
-    _check_types(run / RECIPE, recipe, _RECIPE_TYPES)
-    _check_types(run / SUMMARY, summary, _SUMMARY_TYPES)
+    _check_types(run / RECIPE, recipe)
+    _check_types(run / SUMMARY, summary)
     return RunFiles(
         run=run,
         recipe_text=recipe_text,
@@ -144,24 +112,11 @@ def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
     return text, recipe
 
 
-def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
-    """Raise InputError if a value has another type than its example; an object or a list is checked inside."""
-    if value is None:
-        return
-    types = (int, float) if isinstance(example, float) else type(example)
-    if isinstance(value, bool) or not isinstance(value, types):
-        found = _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
-        raise InputError(
-            f"{path}: {name} is {found}, not {_TYPE_NAMES[type(example)]}: restore the file, or remove {name} from it"
-        )
-    if isinstance(example, dict):
-        for key, inner in value.items():
-            expected = example.get(key, example.get(""))
-            if expected is not None:
-                _check_types(path, inner, expected, f"{name}.{key}" if name else key)
-    elif isinstance(example, list):
-        for index, inner in enumerate(value):
-            _check_types(path, inner, example[0], f"{name}[{index}]")
+def _check_types(path: Path, content: dict[str, Any]) -> None:
+    for kind, names in _TYPES.items():
+        for name in names.split():
+            if content.get(name) is not None and not isinstance(content[name], kind):
+                raise InputError(f"{path}: {name} has a wrong type: restore the file, or remove {name} from it")
 
 
 def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
@@ -178,14 +133,11 @@ def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
     """Return the content of summary.json; if unreadable, empty, and the reason is added to `missing`."""
     text = _read_text(run / SUMMARY, missing, "the run did not finish")
-    try:
-        summary = json.loads(text)
-        if not isinstance(summary, dict):
-            raise ValueError("it does not contain a JSON object")
-        return summary
-    except ValueError as error:
-        missing.setdefault(SUMMARY, f"summary.json cannot be read: {error}.")
-        return {}
+    with contextlib.suppress(ValueError):
+        if isinstance(summary := json.loads(text), dict):
+            return summary
+    missing.setdefault(SUMMARY, "summary.json cannot be read: it does not contain a JSON object.")
+    return {}
 
 
 def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
