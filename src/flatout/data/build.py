@@ -50,8 +50,6 @@ from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.files import lock, printable
 
-_EXAMPLES = 20
-
 
 def find(
     data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
@@ -147,11 +145,7 @@ def load_pack(
 
 
 def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    """Make a pack in a new folder.
-
-    Raises:
-        InputError: the folder exists, the data is a pack already, or as for `load_pack`.
-    """
+    """Make a pack in a new folder; raises InputError if it exists, if the data is a pack, or as `load_pack`."""
     if isinstance(data, DataSource) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
     if folder.exists():
@@ -168,14 +162,9 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
         "data.resize": pack.resize,
         "data.bits": pack.bits,
     }
-    wanted = (shown(settings.size), settings.channels, settings.resize, settings.bits or pack.bits)
-    if differing := [(key, has[key], value) for key, value in zip(has, wanted, strict=True) if has[key] != value]:
-        ours, theirs = (", ".join(f"{one[0]} = {one[place]}" for one in differing) for place in (1, 2))
-        fix = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value, _ in differing)
-        raise InputError(
-            f"{pack.folder}: was made with {ours}, but the recipe has {theirs}; use {fix}, or make another pack with "
-            "flatout pack"
-        )
+    if [*has.values()] != [shown(settings.size), settings.channels, settings.resize, settings.bits or pack.bits]:
+        fix = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value in has.items())
+        raise InputError(f"{pack.folder}: does not fit the recipe; use {fix}, or make another pack with flatout pack")
     return pack
 
 
@@ -291,8 +280,13 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
     import torch  # noqa: F401 - takes seconds to load, which the packing rate must not include
 
     started = time.perf_counter()
-    _refuse_channels(source, settings)
-    bits = settings.bits or bits_of(source)
+    bits, highest = settings.bits or bits_of(source), 0
+    if (images := source.images) is not None:
+        found = images.shape[-1]
+        if found != settings.channels and {found, settings.channels} != {1, 3}:
+            fix = f"but channels = {settings.channels}; use --set channels={found}"
+            raise InputError(f"{source.path or 'data'}: the images have {found} channel{'s' * (found > 1)}, {fix}")
+        highest = int(images.max()) if bits < 8 * images.itemsize else 0  # scales 16 bits to 8
     needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
     with unfinished(target, f"{len(source):,} images need", needed) as folder:
         blocks, bad = write_images(
@@ -300,7 +294,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             count=len(source),
             image_shape=settings.image_shape,
             bits=bits,
-            fill=partial(_fill, source, replace(settings, bits=bits), _highest(source, bits)),
+            fill=partial(_fill, source, replace(settings, bits=bits), highest),
             report=report,
         )
         files = source.files or ()
@@ -340,22 +334,6 @@ def bits_of(source: ImageDataset) -> int:
     return max((header.bits for header in read_headers(source.files or ())), default=8)
 
 
-def _highest(source: ImageDataset, bits: int) -> int:
-    """Return the highest pixel of 16-bit arrays to be converted to 8 bits; 0 otherwise."""
-    images = source.images
-    return int(images.max()) if images is not None and bits == 8 and images.itemsize == 2 else 0
-
-
-def _refuse_channels(source: ImageDataset, settings: PackSettings) -> None:
-    """Refuse arrays whose channels cannot be converted to the wanted ones."""
-    found = settings.channels if source.images is None else source.images.shape[-1]
-    if found != settings.channels and {found, settings.channels} != {1, 3}:
-        raise InputError(
-            f"{source.path or 'data'}: the images have {found} channel{'s' * (found > 1)}, but channels = "
-            f"{settings.channels}; use --set channels={found}"
-        )
-
-
 def _fill(
     source: ImageDataset, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
@@ -379,16 +357,9 @@ def _fill(
 
 def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
     """Refuse bad images (file -> reason) among `total`: all for "stop", more than `max_bad_share` for "skip"."""
-    lines = [f"{file}: {reason}" for file, reason in skipped.items()]
+    lines = "\n".join(f"{file}: {reason}" for file, reason in skipped.items())
+    what = f"{len(skipped):,} of {total:,} images cannot be used"
     if lines and settings.on_bad_image == "stop":
-        raise InputError(
-            f"{len(lines):,} of {total:,} images cannot be used; repair or remove them, or leave them out with "
-            "--on-bad-image skip:\n" + "\n".join(lines)
-        )
-    share, allowed = len(lines) / total, settings.max_bad_share
-    if share > allowed:
-        more = [f"and {len(lines) - _EXAMPLES:,} more"] if len(lines) > _EXAMPLES else []
-        raise InputError(
-            f"{len(lines):,} of {total:,} images ({share:.2%}) cannot be used, more than data.max_bad_share = "
-            f"{allowed} ({allowed:.2%}) allows; repair them or raise it:\n" + "\n".join([*lines[:_EXAMPLES], *more])
-        )
+        raise InputError(f"{what}; repair or remove them, or leave them out with --on-bad-image skip:\n{lines}")
+    if len(skipped) / total > (allowed := settings.max_bad_share):
+        raise InputError(f"{what}, more than data.max_bad_share = {allowed} allows; repair them or raise it:\n{lines}")

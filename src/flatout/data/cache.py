@@ -1,6 +1,7 @@
 """The cache of packs, downloads and compiled programs: keys, locks and the size limit.
 
-Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock next to them while they are made.
+Packs, downloads by URL and unpacked archives are folders called KEY, with KEY.partial and KEY.lock next to them while
+they are made.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flatout.config.settings import Size, sides, typed
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE, lock, write_atomically
 from flatout.utils.host import usable_cores
@@ -30,13 +30,12 @@ _OWNER = ".owner"
 # Describes a complete entry, and is locked while the entry is used.
 DOWNLOAD = ".download.json"
 UNPACKED = ".archive.json"
-_KINDS = {"packs": "pack", "remote": "download", "unpacked": "archive"}
 _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
 
 DIGEST_BYTES = 20
-_FILES_PER_TASK = 64
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
+_PARTS_PER_TASK = 64
 # A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
 # are stored only for files unchanged for longer than that. Ticks are 2 s at most.
 _RESTED_NS = 25 * 10**8
@@ -131,15 +130,16 @@ def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
 
 @contextlib.contextmanager
 def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
-    """Yield a folder next to `target`, to be filled and renamed to it; an error removes it.
+    """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it.
 
     Raises:
         DiskFull: see `disk_full` for the arguments.
         NotWritable: the folder around it cannot be written.
     """
     folder = target.with_name(target.name + ".partial")
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed process
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         yield folder
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,9 +167,9 @@ class Entry:
 def entries(folder: Path | None = None) -> list[Entry]:
     """List the cache, least recently used first. Other processes may change entries concurrently."""
     folder = folder or cache_folder()
-    paths = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
-    folders = (*_DESCRIPTIONS, "downloads")
-    paths += [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
+    kinds = (*_DESCRIPTIONS, "downloads")
+    paths = [path for path in folder.glob("*") if path.name not in kinds]
+    paths += [path for kind in kinds for path in (folder / kind).glob("*") if path.suffix != ".lock"]
     found = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -196,34 +196,19 @@ def make_room(folder: Path, report: Progress) -> None:
             report.note(f"removed the least recently used entry from the cache, which is full: {entry.what}")
 
 
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
 def _entry(path: Path) -> Entry:
-    used, size_bytes, is_limited = path.stat().st_mtime, 0, path.parent.name in _DESCRIPTIONS
-    files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    for file in files if path.is_dir() else (path,):
+    kind, used, size_bytes = path.parent.name, path.stat().st_mtime, 0
+    for file in path.rglob("*") if path.is_dir() else (path,):
         with contextlib.suppress(FileNotFoundError):
-            size_bytes += file.stat().st_size
-    what = path.parent.name if path.parent.name == "downloads" else path.name
-    if is_limited:
+            size_bytes += file.lstat().st_size
+    what = kind if kind == "downloads" else path.name
+    if kind in _DESCRIPTIONS:
         try:
-            what = _described(path)
-        except (OSError, ValueError, LookupError, TypeError, InputError):
-            what = f"incomplete {_KINDS[path.parent.name]}"
-    return Entry(path=path, what=what, size_bytes=size_bytes, used=used, is_limited=is_limited)
-
-
-def _described(path: Path) -> str:
-    about = json.loads((path / _DESCRIPTIONS[path.parent.name]).read_text(encoding="utf-8"))
-    if path.parent.name != "packs":
-        return about["url"]
-    size = " x ".join(map(str, sides(typed(about["size"], Size, "size"))))
-    return f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
+            about = json.loads((path / _DESCRIPTIONS[kind]).read_text(encoding="utf-8"))
+            what = about["url"] if kind != "packs" else f"{about['images']:,} images, {about['path'] or about['kind']}"
+        except (OSError, ValueError, LookupError, TypeError):
+            what = f"incomplete: {path.name}"
+    return Entry(path=path, what=what, size_bytes=size_bytes, used=used, is_limited=kind in _DESCRIPTIONS)
 
 
 def remove(path: Path) -> bool:
@@ -267,46 +252,56 @@ def digest_files(paths: Sequence[object], *, memo: Path | None, report: Progress
         paths: of type `Path`; for images in containers, pass the containers.
         memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
             unchanged, none is read again. If it is not writable, everything is read.
-        report: receives the number of files read.
+        report: receives the number of parts read.
 
     Returns:
         A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
         reported when it is decoded.
     """
-    known = memo and memo / combined_digest(os.fsencode(f"{_stamp(name)} {name}") for name in map(_name, paths))
+    names, now_ns = [os.path.abspath(path) for path in paths], time.time_ns()  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
+    stamps = list(map(_stamp, names))
+    stamped = (os.fsencode(f"{stamp} {name}") for stamp, name in zip(stamps, names, strict=True))
+    known = memo and memo / combined_digest(stamped)
     digests = b""
     if known:
         with contextlib.suppress(OSError):
             digests = known.read_bytes()
-    if len(digests) != DIGEST_BYTES * len(paths):
-        digests, are_settled = _read_digests(paths, report)
-        if known and are_settled:
+    if len(digests) != DIGEST_BYTES * len(names):
+        digests = _read_digests(names, stamps, report)
+        is_settled = all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps)
+        if known and is_settled and stamps == list(map(_stamp, names)):
             with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
                 known.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(known, digests)
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _read_digests(paths: Sequence[object], report: Progress | None) -> tuple[bytes, bool]:
-    """Return the digests of files, and whether their stamps can replace them next time."""
-    digests, are_settled, cores = bytearray(), True, usable_cores()
-    step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
+def _read_digests(names: Sequence[str], stamps: Sequence[tuple[int, ...]], report: Progress | None) -> bytes:
+    # Reading a FIFO or a device might never end.
+    digests = [b"" if any(stamp) else _blake2b(b"not a regular file") for stamp in stamps]
+    parts = [
+        (i, start) for i, stamp in enumerate(stamps) if any(stamp) for start in range(0, max(stamp[0], 1), _PART_BYTES)
+    ]
+    step = max(1, min(_PARTS_PER_TASK, len(parts) // usable_cores()))
 
-    def read(start: int) -> list[tuple[bytes, bool]]:
-        return [_digest(_name(path), max(1, cores // len(paths))) for path in paths[start : start + step]]
+    def read(first: int) -> list[bytes]:
+        return [_digest_of_part(names[i], start) for i, start in parts[first : first + step]]
 
-    with ThreadPoolExecutor(cores) as pool:
-        for results in pool.map(read, range(0, len(paths), step)):
-            digests += b"".join(digest for digest, _ in results)
-            are_settled = are_settled and all(is_settled for _, is_settled in results)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for first, results in zip(range(0, len(parts), step), pool.map(read, range(0, len(parts), step)), strict=True):
+            for (i, _), digest in zip(parts[first : first + step], results, strict=True):
+                digests[i] += digest
             if report is not None:
-                report.update(len(digests) // DIGEST_BYTES, len(paths), "files")
-    return bytes(digests), are_settled
+                report.update(min(first + step, len(parts)), len(parts), "files")
+    return b"".join(digest if len(digest) == DIGEST_BYTES else _blake2b(digest) for digest in digests)
 
 
-def _name(path: object) -> str:
-    assert isinstance(path, Path)
-    return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
+def _digest_of_part(name: str, start: int) -> bytes:
+    try:
+        with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
+            return _blake2b(os.pread(file.fileno(), _PART_BYTES, start))
+    except OSError as error:
+        return _blake2b(f"cannot be read: {error.errno}".encode())
 
 
 def _stamp(name: str) -> tuple[int, int, int, int]:
@@ -318,26 +313,6 @@ def _stamp(name: str) -> tuple[int, int, int, int]:
     if not stat.S_ISREG(status.st_mode):
         return 0, 0, 0, 0
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def _digest(name: str, threads: int) -> tuple[bytes, bool]:
-    """Return the digest of a file, read by `threads`, and whether its stamp can replace it next time."""
-    now_ns, before = time.time_ns(), _stamp(name)
-    size_bytes, _, changed_ns, _ = before
-    if not any(before):  # reading a FIFO or a device might never end
-        return _blake2b(b"not a regular file"), False
-    try:
-        with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
-            if size_bytes <= _PART_BYTES:
-                digest = _blake2b(os.pread(file.fileno(), size_bytes, 0))
-            else:
-                with ThreadPoolExecutor(threads) as pool:
-                    starts = range(0, size_bytes, _PART_BYTES)
-                    parts = pool.map(lambda start: _blake2b(os.pread(file.fileno(), _PART_BYTES, start)), starts)
-                    digest = _blake2b(b"".join(parts))
-    except OSError as error:
-        return _blake2b(f"cannot be read: {error.errno}".encode()), False
-    return digest, now_ns - changed_ns > _RESTED_NS and _stamp(name) == before
 
 
 def _blake2b(content: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Decode an image file to an array: upright, with the wanted channels, bits and size.
 
-JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); `.npy` files by NumPy; TIFF
-files of which Pillow would lose bands or bits by tifffile; everything else by Pillow. All then go through one resize
-(`data.pixels`). Everything expensive runs in compiled code that releases the GIL, so threads use all cores.
+JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); TIFF files of which Pillow
+would lose bands or bits by tifffile; everything else by Pillow. All then go through one resize (`data.pixels`).
+Everything expensive runs in compiled code that releases the GIL, so threads use all cores.
 
 Unusual images are always treated in the same way: EXIF orientation is applied; CMYK and YCCK are converted to RGB;
 transparency is composed over white, unless there are 4 channels; of an animation the first frame is taken. A file that
@@ -70,7 +70,6 @@ MAX_ARRAY_BYTES = 2**31
 _ONE_LARGE_IMAGE = threading.Lock()
 
 JPEG_START = b"\xff\xd8\xff"
-NPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXIF_ORIENTATION = 0x0112
 _EXIF_WITHIN_BYTES = 2**18
@@ -79,8 +78,6 @@ _START_BYTES = 512
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
-# An `.npy` file with fewer rows than columns and channels, and no more than these, has its channels first.
-_MOST_ROWS_OF_CHANNELS = 16
 # Tags of TIFF 6.0, and the values of pictures: grey or RGB, and the kinds of alpha band.
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
@@ -88,15 +85,11 @@ _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 # Files often found among images: patterns of their first bytes in lower case, and the message.
 _STRANGERS = {
-    rb"\s*(\xef\xbb\xbf)?\s*(<!doctype html|.*<html)": "is HTML, not an image",
-    rb"\s*(\xef\xbb\xbf)?\s*(<svg|<\?xml)": "is XML or SVG, which is not supported",
+    rb"\s*(\xef\xbb\xbf)?\s*(<!doctype html|.*<html|<svg|<\?xml)": "is HTML, XML or SVG, not an image",
     rb"version https://git-lfs": "is a pointer of Git LFS, not an image: run git lfs pull",
     _HEIF.pattern: "is HEIC, which needs the package pillow-heif: pip install pillow-heif",
-    rb"....ftypavi[fs]": "is AVIF, which this Pillow cannot decode: pip install pillow-avif-plugin, or a newer Pillow",
-    rb"riff....webp": "is WebP, which this Pillow cannot decode: install a Pillow that has WebP",
-    rb"ii[*+]\0|mm\0[*+]": (
-        "is a damaged TIFF file, or one of a rare kind, such as floating-point bands: convert it to 8 or 16 bits"
-    ),
+    rb"....ftypavi[fs]|riff....webp": "is AVIF or WebP, which this Pillow cannot decode: pip install -U pillow",
+    rb"ii[*+]\0|mm\0[*+]": "is a damaged TIFF file, or of a rare kind, such as floats: convert it to 8 or 16 bits",
 }
 
 
@@ -147,8 +140,11 @@ def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize:
             or has other channels.
     """
     target = Target(*sides(size), channels, resize, bits)
-    data = path if isinstance(path, bytes) else read_file(path)
-    image = _decode_jpeg(data, target) if data.startswith(JPEG_START) else _decode_array(data, target)
+    data, image = path if isinstance(path, bytes) else read_file(path), None
+    if data.startswith(JPEG_START):
+        image = _decode_jpeg(data, target)
+    elif data.startswith(TIFF_STARTS):
+        image = _decode_bands(data, target)
     return image if image is not None else _decode_with_pillow(data, target)
 
 
@@ -162,12 +158,12 @@ def read_header(path: ImageBytes | bytes) -> ImageHeader:
         path = read_file(path)
     start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
-        found = _array_header(file, start)
-        if found and (not found.is_picture or found.type.itemsize == 2):
-            refuse_size(found.width, found.height)
-            width, height = _turned(found.width, found.height, found.orientation)
-            mode, bits = f"{found.channels} x {found.type}", 8 * found.type.itemsize
-            return ImageHeader(width=width, height=height, mode=mode, channels=found.channels, bits=bits)
+        bands = _bands_of(file) if start.startswith(TIFF_STARTS) else None
+        if bands and (not bands.is_picture or bands.bits == 16):
+            refuse_size(bands.width, bands.height)
+            width, height = _turned(bands.width, bands.height, bands.orientation)
+            mode = f"{bands.count} x uint{bands.bits}"
+            return ImageHeader(width=width, height=height, mode=mode, channels=bands.count, bits=bands.bits)
         file.seek(0)
         with _open_with_pillow(file, start) as image:
             # Some versions of Pillow have already transposed the size, for TIFF images only.
@@ -214,8 +210,8 @@ def read_file(path: ImageBytes, length: int = -1) -> bytes:
 
 def refuse_size(width: int, height: int) -> None:
     """Raise BadImage if an image has no pixels, or more than FLATOUT_MAX_PIXELS; InputError if that is not a number."""
-    text = os.environ.get(LIMIT, "").replace("_", "").replace(",", "").strip()
-    if text and not (text.isdigit() and int(text)):
+    text = os.environ.get(LIMIT, "")
+    if text and not (text.isdecimal() and int(text)):
         raise InputError(f"{LIMIT} = {text!r}: must be a number of pixels, such as 400000000")
     most = int(text or MAX_PIXELS)
     if width < 1 or height < 1:
@@ -277,11 +273,11 @@ def _jpeg_orientation(data: bytes) -> int:
     return 1
 
 
-# Arrays of numbers: `.npy` files, and TIFF files of any number of bands
+# TIFF files of any number of bands
 
 
-class _ArrayHeader(NamedTuple):
-    """The header of a `.npy` file or of a TIFF file of several bands.
+class _Bands(NamedTuple):
+    """The header of a TIFF file of several bands of 8 or 16 bits.
 
     `is_picture`: Pillow can decode it, possibly losing bands or bits. `has_alpha`: a band is transparency, or the
     colours are neither grey nor RGB. `orientation` is the EXIF orientation, not applied yet.
@@ -289,99 +285,54 @@ class _ArrayHeader(NamedTuple):
 
     height: int
     width: int
-    channels: int
-    type: np.dtype
-    is_picture: bool = False
-    has_alpha: bool = False
-    orientation: int = 1
+    count: int
+    bits: int
+    is_picture: bool
+    has_alpha: bool
+    orientation: int
 
 
-def _decode_array(data: bytes, target: Target) -> np.ndarray | None:
-    """Return the image of a `.npy` file, or of a TIFF file of which Pillow would lose bands or bits; else None."""
-    with io.BytesIO(data) as file:
-        found = _array_header(file, data)
-    if found is None:
-        return None
+def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
+    """Return the image of a TIFF file of which Pillow would lose bands or bits; else None."""
+    found = _bands_of(io.BytesIO(data))
     is_plain = target.channels in (1, 3)
-    if found.is_picture and found.type.itemsize == 1:
-        is_for_pillow = is_plain or found.has_alpha or found.channels != target.channels
-    else:
-        is_for_pillow = found.is_picture and is_plain and target.bits == 8
-    if is_for_pillow:
+    if found is None or (found.is_picture and is_plain and 8 in (found.bits, target.bits)):
+        return None
+    if found.is_picture and found.bits == 8 and (found.has_alpha or found.count != target.channels):
         return None
     refuse_size(found.width, found.height)
-    if math.prod(found[:3]) * found.type.itemsize > MAX_ARRAY_BYTES:
-        raise BadImage(f"has {found.channels} channels of {found.height} x {found.width} pixels, more than 2 GiB")
-    is_large = math.prod(found[:3]) > 3 * LARGE_PIXELS
-    with _ONE_LARGE_IMAGE if is_large else nullcontext():
-        image_HWC = _read_npy(data) if data.startswith(NPY_START) else _read_tiff(data)
-        return resized_to(upright(image_HWC, found.orientation)[None], target)[0]
+    values = math.prod(found[:3])
+    if values * found.bits // 8 > MAX_ARRAY_BYTES:
+        raise BadImage(f"has {found.count} channels of {found.height} x {found.width} pixels, more than 2 GiB")
+    with _ONE_LARGE_IMAGE if values > 3 * LARGE_PIXELS else nullcontext():
+        return resized_to(upright(_read_tiff(data), found.orientation)[None], target)[0]
 
 
-def _array_header(file: BinaryIO, start: bytes) -> _ArrayHeader | None:
-    """Return the header of a `.npy` or TIFF file; None for others and for TIFF files that Pillow decodes."""
-    if start.startswith(NPY_START):
-        shape, _, dtype = _npy_header(file)
-        return _ArrayHeader(shape[0], shape[1], shape[2] if len(shape) == 3 else 1, dtype)
-    if start.startswith(TIFF_STARTS):
-        with suppress(Exception):  # Pillow names what is damaged
-            return _tiff_header(file)
-    return None
-
-
-def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, order and type of a `.npy` file's array, after checking that it is an image."""
+def _bands_of(file: BinaryIO) -> _Bands | None:
+    """Return the header of a TIFF file; None for those that Pillow decodes, and for damaged ones, which it names."""
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
-    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
-        raise BadImage(f"is a damaged NumPy file: {error}") from None
-    if dtype.hasobject:
-        raise BadImage("holds Python objects, which could run code when read; save plain numbers")
-    if dtype.newbyteorder("=") not in (np.uint8, np.uint16, np.bool_):
-        raise BadImage(f"holds {dtype} values; save uint8 or uint16")
-    if len(shape) not in (2, 3) or min(shape) < 1:
-        raise BadImage(f"holds an array of shape {shape}; save one image as [height, width] or [height, width, C]")
-    if len(shape) == 3 and shape[0] < min(shape[1:]) and shape[0] <= _MOST_ROWS_OF_CHANNELS < shape[2]:
-        raise BadImage(f"holds an array of shape {shape}, channels first by its looks; save it as [height, width, C]")
-    return shape, is_fortran, dtype
-
-
-def _read_npy(data: bytes) -> np.ndarray:
-    file = io.BytesIO(data)
-    shape, is_fortran, dtype = _npy_header(file)
-    # The length of the file decides, so that a wrong header cannot ask for memory.
-    needed, there = math.prod(shape) * dtype.itemsize, len(data) - file.tell()
-    if needed != there:
-        raise BadImage(f"is a damaged NumPy file: its header promises {needed:,} bytes, and {there:,} are there")
-    pixels = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
-    if dtype == np.bool_:
-        pixels = pixels * np.uint8(255)
-    pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
-    return np.ascontiguousarray(pixels.reshape(*shape[:2], -1))
-
-
-def _tiff_header(file: BinaryIO) -> _ArrayHeader | None:
-    start = file.read(8)
-    if 43 in start[2:4]:  # BigTIFF
-        start += file.read(8)
-    tags = ImageFileDirectory_v2(start)
-    file.seek(tags.next)
-    tags.load(file)
-    samples, bits = int(tags.get(_SAMPLES, 1)), set(tags.get(_BITS, (1,)))
-    if samples < 2 or not (bits <= {8} or bits <= {16}) or set(tags.get(_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
+        start = file.read(8)
+        if 43 in start[2:4]:  # BigTIFF
+            start += file.read(8)
+        tags = ImageFileDirectory_v2(start)
+        file.seek(tags.next)
+        tags.load(file)
+        samples, bits = int(tags.get(_SAMPLES, 1)), set(tags.get(_BITS, (1,)))
+        if samples < 2 or bits not in ({8}, {16}) or set(tags.get(_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
+            return None
+        is_grey, is_rgb = tags.get(_PHOTOMETRIC) in _GREY, tags.get(_PHOTOMETRIC) == _RGB
+        has_other_bands = (is_grey and (samples > 2 or bits == {16})) or (is_rgb and samples < 3)
+        return _Bands(
+            height=int(tags[_HEIGHT]),
+            width=int(tags[_WIDTH]),
+            count=samples,
+            bits=bits.pop(),
+            is_picture=samples <= 4 and not has_other_bands,
+            has_alpha=bool(set(tags.get(_EXTRA, ())) & set(_ALPHA)) or not (is_grey or is_rgb),
+            orientation=int(tags.get(EXIF_ORIENTATION, 1)),
+        )
+    except Exception:
         return None
-    is_grey, is_rgb = tags.get(_PHOTOMETRIC) in _GREY, tags.get(_PHOTOMETRIC) == _RGB
-    return _ArrayHeader(
-        height=int(tags[_HEIGHT]),
-        width=int(tags[_WIDTH]),
-        channels=samples,
-        type=np.dtype(np.uint16 if bits == {16} else np.uint8),
-        is_picture=samples <= 4 and not (is_grey and (samples > 2 or bits == {16})) and not (is_rgb and samples < 3),
-        has_alpha=bool(set(tags.get(_EXTRA, ())) & set(_ALPHA)) or not (is_grey or is_rgb),
-        orientation=int(tags.get(EXIF_ORIENTATION, 1)),
-    )
 
 
 def _read_tiff(data: bytes) -> np.ndarray:

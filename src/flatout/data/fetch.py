@@ -11,10 +11,10 @@ import shutil
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.callbacks import Callback
@@ -33,27 +33,23 @@ _VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
 _SILENT = logging.NullHandler()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Store:
-    package: str  # and how to install it
-    access: str  # what to do about missing permission
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
+# The package and how to install it, and what to do about missing permission.
 _STORES = {
-    "s3": _Store(
-        package="s3fs: pip install 'flatout[s3]'",
-        access="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=1",
-        options={"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
+    "s3": (
+        "s3fs: pip install 'flatout[s3]'",
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=1",
     ),
-    "gs": _Store(
-        package="gcsfs: pip install 'flatout[gcs]'",
-        access="run gcloud auth application-default login; for a public bucket set FSSPEC_GS_TOKEN=anon",
+    "gs": (
+        "gcsfs: pip install 'flatout[gcs]'",
+        "run gcloud auth application-default login; for a public bucket set FSSPEC_GS_TOKEN=anon",
     ),
-    "hf": _Store(
-        package="huggingface_hub: pip install huggingface_hub",
-        access="accept the terms of the data set, if it has any, and run hf auth login or set HF_TOKEN",
+    "hf": (
+        "huggingface_hub: pip install huggingface_hub",
+        "accept the terms of the data set, if it has any, and run hf auth login or set HF_TOKEN",
     ),
+}
+_OPTIONS = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
 }
 
 
@@ -63,10 +59,6 @@ class _TransferError(InputError):
     def __init__(self, url: str, reason: str, fix: str = "run the same command again") -> None:
         super().__init__(f"{url}: {reason}; {fix}")
         self.reason = reason
-
-
-class _Unusable(_TransferError):
-    """The downloaded content is not the data, so nothing is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,22 +143,15 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         raise full
     done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
     report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
-    transfers = _Transfers(total - needed, total, report)
     try:
         unfinished.mkdir(exist_ok=True)
-        try:
-            server.get(missing, unfinished, transfers)
-        except BaseException:
-            transfers.end()
-            raise
+        server.get(missing, unfinished, _Shown(total - needed, total, report))
         if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
-            raise _Unusable(server.shown, "changed during the download")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise _TransferError(server.shown, "changed during the download")
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
-    except _Unusable:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     except OSError as error:
         if error.errno in NO_SPACE:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -175,29 +160,21 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         raise InputError(f"{server.shown}: {what}") from None
 
 
-class _Transfers(Callback):
+class _Shown(Callback):
     """Shows the number of bytes received of all files."""
 
     def __init__(self, done: int, total: int, report: Progress) -> None:
-        super().__init__()
-        self._done, self._total, self._report = done, total, report
-        self._has_ended = False
+        super().__init__(value=done)
+        self._total, self._report = max(1, total // 10**6), report
 
-    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfers":
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Shown":
         """Return the callback of one file."""
         return self
 
     def relative_update(self, inc: int = 1) -> None:
-        """Count bytes; raises InterruptedError if the download has been given up."""
-        if self._has_ended:
-            raise InterruptedError
-        self._done += inc
-        self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
-
-    def end(self) -> None:
-        """Stop the tasks in fsspec's thread, which asyncio would complain about at exit."""
-        logging.getLogger("asyncio").addHandler(_SILENT)
-        self._has_ended = True
+        """Count bytes."""
+        self.value += inc
+        self._report.update(self.value // 10**6, self._total, "MB")
 
 
 # --- fsspec ---
@@ -213,16 +190,16 @@ class _Server:
     def __init__(self, url: str) -> None:
         self.url, self.shown = url, _without_query(url)
         self._store = _STORES.get(url.partition("://")[0])
-        self._sent_names: list[str] = []  # of files, by a web server
-        options = copy.deepcopy(self._store.options) if self._store else self._web_options()
+        scheme = url.partition("://")[0]
+        options = copy.deepcopy(_OPTIONS.get(scheme, {})) if self._store else self._web_options()
         try:
             # A new instance each time: cached ones remember file listings.
-            self._system: Any = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True, **options)
+            self._system: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
         except ImportError:
             assert self._store is not None
-            raise InputError(f"{url}: needs the package {self._store.package}") from None
-        # The libraries log tracebacks of errors that our messages already contain.
-        for library in (type(self._system).__module__.partition(".")[0], "aiohttp"):
+            raise InputError(f"{url}: needs the package {self._store[0]}") from None
+        # The libraries log tracebacks of errors that our messages already contain, and downloads that were given up.
+        for library in (type(self._system).__module__.partition(".")[0], "aiohttp", "asyncio"):
             logging.getLogger(library).addHandler(_SILENT)
 
     def _web_options(self) -> dict[str, Any]:
@@ -237,14 +214,8 @@ class _Server:
                 where = _without_query(location)
                 raise _TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
 
-        async def keep_name(session: Any, context: Any, params: Any) -> None:
-            disposition = params.response.content_disposition
-            if disposition is not None and disposition.filename:
-                self._sent_names.append(disposition.filename)
-
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(refuse_downgrade)
-        trace.on_request_end.append(keep_name)
         client = {
             "trust_env": True,  # proxies and ~/.netrc
             # Otherwise sizes are those of compressed content.
@@ -304,16 +275,13 @@ class _Server:
         return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
 
     def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
-        if info.get("mimetype") == "text/html":
-            raise _Unusable(_without_query(url), "is a web page, not data", "give the URL of the file itself")
-        name = self._sent_names[-1] if self._sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
-        name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
-        if not name:
-            fix = "give the URL of a file; folders are read from s3, gs and hf"
-            raise _TransferError(_without_query(url), "names no file", fix)
+        name = re.split(r"[/\\]", urllib.parse.unquote(urllib.parse.urlsplit(url).path))[-1].lstrip(".")
+        if info.get("mimetype") == "text/html" or not name:
+            fix = "give the URL of the file itself; folders are read from s3, gs and hf"
+            raise _TransferError(_without_query(url), "is a web page or a folder, not a file", fix)
         return name
 
-    def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: _Transfers) -> None:
+    def get(self, files: Sequence[_RemoteFile], folder: Path, shown: _Shown) -> None:
         """Download files, several at once."""
         system: Any = self._system
         if not system.async_impl:
@@ -322,7 +290,7 @@ class _Server:
             system = AsyncFileSystemWrapper(system)
         remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
         with self.errors(self.url):
-            system.get(remote, local, callback=transfers, batch_size=_CONNECTIONS)
+            system.get(remote, local, callback=shown, batch_size=_CONNECTIONS)
 
     def get_file(self, path: Path) -> None:
         """Download the file that the URL names."""
@@ -349,11 +317,9 @@ class _Server:
 
         error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
         if isinstance(error, aiohttp.ClientResponseError) and self._store is None:
-            host = error.request_info.real_url.host or ""
-            server = "the server" if host == urllib.parse.urlsplit(url).hostname else host
             what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
             fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
-            return _TransferError(url, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
+            return _TransferError(url, f"the server {what}".rstrip(), f"check the URL{fix}")
         if any(isinstance(cause, TimeoutError) for cause in chain):
             return _TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
         if isinstance(error, aiohttp.ClientPayloadError):
@@ -363,7 +329,7 @@ class _Server:
         text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
         names = " ".join(type(cause).__name__ for cause in chain)
         if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-            return _TransferError(url, f"access is denied ({text})", self._store.access)
+            return _TransferError(url, f"access is denied ({text})", self._store[1])
         return _TransferError(url, text, "check the URL and the network")
 
 
@@ -377,8 +343,7 @@ def _without_query(url: str) -> str:
 # --- public data ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicData:
+class PublicData(NamedTuple):
     """A data set that anyone may download: mirrors, the best first, and file name -> MD5."""
 
     base_urls: tuple[str, ...]

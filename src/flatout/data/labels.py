@@ -10,12 +10,13 @@ Labels are interpreted as their distinct values, which are few. Shape letters: N
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +39,7 @@ _IF_NUMBERS = "if they are numbers to predict: --set task=regression"
 Locate = Callable[[int], str]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Labels:
+class Labels(NamedTuple):
     """Labels in the form of a pack: task, class names (none in regression), values, and notes for the user."""
 
     task: str
@@ -80,23 +80,18 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
 # Class lists
 
 
-def find_class_list(given: str, folder: Path) -> Path | None:
-    """Find the file of class names: the one given, else `classes.txt` in the folder if present.
+def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
+    """Find the file of class names: the one given, else the first of these names in the folder.
 
     Raises:
         InputError: the given file does not exist.
     """
     if not given:
-        return find_class_list_beside(folder, (CLASS_LIST_NAME,))
+        return next((path for name in names if (path := folder / name).is_file()), None)
     path = Path(given).expanduser()
     if not path.is_file():
         raise InputError(f"{given}: no such class list; give a text file with one class name per line")
     return path
-
-
-def find_class_list_beside(folder: Path, names: Iterable[str]) -> Path | None:
-    """Find the first file of these names in a folder."""
-    return next((path for name in names if (path := folder / name).is_file()), None)
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
@@ -124,7 +119,7 @@ def _split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, 
     Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
     ids.
     """
-    pairs = dict(match.groups() for line in lines if (match := _ID_AND_NAME.fullmatch(line)))
+    pairs = {match[1]: match[2] for line in lines if (match := _ID_AND_NAME.fullmatch(line))}
     if len(pairs) < len(lines) or set(lines).issuperset(used) or not pairs.keys() >= set(used):
         return lines, lines
     return tuple(pairs), tuple(distinct_names(pairs).values())
@@ -184,7 +179,7 @@ def read_labels(
             labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
     found = _interpret(labels, ids, place, subject or where, task)
     classes = names if names is not None and found.classes == ids else found.classes
-    return replace(found, classes=classes, notes=notes + found.notes)
+    return found._replace(classes=classes, notes=notes + found.notes)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -223,12 +218,11 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     if are_rows:
         return array.astype(np.uint8)[codes]
     if kind in "US":
-        try:  # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold
-            array = np.char.decode(array, "utf-8") if kind == "S" else array
-            "".join(array.tolist()).encode()
-        except (ValueError, SystemError):
-            fix = "save them again, as UTF-8 or numbers"
-            raise InputError(f"{where}: the labels have characters that do not exist; {fix}") from None
+        array = np.char.decode(array, "utf-8", "surrogateescape") if kind == "S" else array
+        # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
+        characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
+        if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
+            raise InputError(f"{where}: the labels have characters that do not exist; save them as UTF-8 or numbers")
     else:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
@@ -307,13 +301,14 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
             return "regression"  # which refuses texts among the numbers
         # Class indices are dense, or have many images each.
         are_spread = are_many and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts)
+    have_commas = any("," in text and _DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
     mark, is_sure = _find_separator(texts)
     if is_sure and not are_spread:
         return "multi-label"
     if mark and not are_spread:
         what = f"has several labels in one, or names with {mark!r} in them"
         texts = [text for text in texts if mark in text]
-    elif are_spread or (are_mostly_different and (are_many or _are_decimals_with_commas(texts))):
+    elif are_spread or (are_mostly_different and (are_many or have_commas)):
         what = f"holds {len(texts):,} different labels for {count:,} images"
     else:
         return "single-label"
@@ -321,10 +316,6 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
         f"{subject}: {what}, such as {', '.join(map(repr, texts[:3]))}; --set task=single-label, multi-label or "
         "regression decides, or a file that lists the classes, one per line: --set data.classes=FILE"
     )
-
-
-def _are_decimals_with_commas(texts: list[str]) -> bool:
-    return all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts) and any("," in text for text in texts)
 
 
 def _find_separator(texts: list[str]) -> tuple[str, bool]:
@@ -357,9 +348,8 @@ def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
     numbers = labels.values
     if numbers.dtype.kind == "U":
-        texts = numbers.tolist()
-        fix = "write decimals with a point, such as 1.5" if any("," in text for text in texts) else ""
-        _refuse(labels, [not _DECIMAL.fullmatch(text) for text in texts], locate, "not a number:", fix)
+        is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
+        _refuse(labels, is_wrong, locate, "not a number, such as 1.5:")
         numbers = numbers.astype(np.float64)
     with np.errstate(over="ignore"):
         values = numbers.astype(np.float32)

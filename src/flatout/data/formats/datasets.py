@@ -52,31 +52,23 @@ def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions)
 def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a saved Hugging Face data set."""
     splits: dict[str, list[Path]] = {}
-    if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-        splits = {"train": _arrow_files(path)}
-    elif (path / "dataset_dict.json").is_file():
-        names = map(str, _read_json(path / "dataset_dict.json").get("splits", []))
-        splits = {split: _arrow_files(path / name) for name in names if (split := split_of(name))}
+    try:
+        if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+            splits = {"train": _arrow_files(path)}
+        elif (about := path / "dataset_dict.json").is_file():
+            names = map(str, json.loads(about.read_text(encoding="utf-8"))["splits"])
+            splits = {split: _arrow_files(path / Path(name).name) for name in names if (split := split_of(name))}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        what = f"its JSON files cannot be read ({first_line(error)}); save the data set again"
+        raise InputError(f"{path}: {what}") from None
     return reference(
         SAVED_KIND, path, splits, lambda splits: _read_tables(SAVED_KIND, path, splits, class_list, options)
     )
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    files = _read_json(folder / "state.json").get("_data_files")
-    if not isinstance(files, list) or not all(isinstance(file, dict) and "filename" in file for file in files):
-        raise InputError(f"{folder / 'state.json'}: names no data files; save the data set again")
-    return [folder / Path(str(file["filename"])).name for file in files]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(table, dict):
-        raise InputError(f"{path}: is not a JSON object")
-    return table
+    files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+    return [folder / Path(file["filename"]).name for file in files]
 
 
 def _read_tables(
@@ -120,7 +112,6 @@ class _Groups:
         self._read = lru_cache(max(_MIN_GROUPS, _GROUP_BYTES // max(largest, 1)))(_Table.read_group)
 
     def read(self, table: "_Table", number: int) -> Any:
-        """Read the encoded images of a row group, an Arrow array of bytes."""
         with self._lock:  # threads that need the same group read it once
             return self._read(table, number)
 
@@ -159,12 +150,11 @@ class _Table:
                 sizes, labels = self._open_parquet(options)
             else:
                 table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-                self._image, self._label = self._choose_columns(table.schema, options)
+                self._choose_columns(table.schema, options)
                 self._arrow = table.select([self._image, self._label])
                 self._arrow.validate(full=True)  # a wrong offset in mapped data would crash the process
                 sizes = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels, self.largest_group = [self._arrow.column(self._label)], 0
-                self.class_names = _class_names(table.schema, self._label)
             self.labels = [value for column in labels for chunk in column.chunks for value in _values(chunk)]
         except InputError:
             raise
@@ -178,8 +168,7 @@ class _Table:
         """Read the rows of each row group, and the labels."""
         with pq.ParquetFile(self.path) as file:
             schema, about, size = file.schema_arrow, file.metadata, self.path.stat().st_size
-            self._image, self._label = self._choose_columns(schema, options)
-            self.class_names = _class_names(schema, self._label)
+            self._choose_columns(schema, options)
             if about.num_rows > max(_FEW_ROWS, size):
                 raise InputError(
                     f"{self.path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again"
@@ -201,17 +190,18 @@ class _Table:
     def _open(self) -> Any:
         return pq.ParquetFile(self.path, read_dictionary=self._stored_once)
 
-    def _choose_columns(self, schema: Any, options: ReadOptions) -> tuple[str, str]:
+    def _choose_columns(self, schema: Any, options: ReadOptions) -> None:
         images = [field.name for field in schema if _holds_images(field.type)]
-        classes = [name for name, feature in _features(schema).items() if "names" in _of_items(feature)]
+        classes = _class_names(schema)
         image = _choose(options.file_column, images, _IMAGE_NAMES)
-        label = _choose(options.label_column, classes or [name for name in schema.names if name != image], _LABEL_NAMES)
+        others = [*classes] or [name for name in schema.names if name != image]
+        label = _choose(options.label_column, others, _LABEL_NAMES)
         if image not in schema.names or label not in schema.names:
             raise InputError(
                 f"{self.path}: has the columns {', '.join(schema.names)}; name those of images (encoded bytes) and "
                 "classes: --set data.file_column=NAME, --set data.label_column=NAME"
             )
-        return image, label
+        self._image, self._label, self.class_names = image, label, classes.get(label)
 
     def cells(self, groups: _Groups) -> Iterator[Cell]:
         for number, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
@@ -220,14 +210,16 @@ class _Table:
     def read_group(self, number: int) -> Any:
         """Read the encoded images of a row group, an Arrow array of bytes."""
         if self._arrow is not None:
-            return _bytes_of(self._arrow.column(self._image).chunk(number))
-        # Opened for each row group, because there may be more files than a process can have open.
-        with self._open() as file:
-            size = file.metadata.row_group(number).total_byte_size
-            if size > MAX_FILE_BYTES:
-                raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
-            column = file.read_row_group(number, columns=[self._image]).column(0)
-            return _bytes_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+            images = self._arrow.column(self._image).chunk(number)
+        else:
+            # Opened for each row group, because there may be more files than a process can have open.
+            with self._open() as file:
+                size = file.metadata.row_group(number).total_byte_size
+                if size > MAX_FILE_BYTES:
+                    raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
+                column = file.read_row_group(number, columns=[self._image]).column(0)
+            images = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        return images.field("bytes") if pa.types.is_struct(images.type) else images
 
 
 def _values(array: Any) -> list[Any]:
@@ -247,10 +239,6 @@ def _holds_images(type: Any) -> bool:
     return str(type) in ("binary", "large_binary", "binary_view")
 
 
-def _bytes_of(array: Any) -> Any:
-    return array.field("bytes") if pa.types.is_struct(array.type) else array
-
-
 def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
     """Choose the column that an option names, else the only one, else the first with a usual name, else None."""
     if given or len(among) == 1:
@@ -258,26 +246,20 @@ def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
     return next((name for wanted in usual for name in among if name.lower() == wanted), "")
 
 
-def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """Return name -> feature from the metadata of the datasets library; empty without it."""
+def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Return column -> class names from the metadata of the datasets library, of labels and of lists of labels."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    # Versions before 4 of the library write lists as a list of one feature.
-    items = {name: f[0] if isinstance(f, list) and f else f for name, f in features}
-    return {name: f for name, f in items.items() if isinstance(f, dict)}
-
-
-def _of_items(feature: dict[str, Any]) -> dict[str, Any]:
-    """Return the feature of the items of a list feature."""
-    items = feature.get("feature")
-    return items if isinstance(items, dict) else feature
-
-
-def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
-    names = _of_items(_features(schema).get(label, {})).get("names")
-    return tuple(map(str, names)) if isinstance(names, list) and names else None
+    found = {}
+    for column, feature in features:
+        while isinstance(feature, (list, dict)) and feature and "names" not in feature:
+            # Versions before 4 of the library write lists as a list of one feature.
+            feature = feature[0] if isinstance(feature, list) else feature.get("feature")
+        if isinstance(feature, dict) and isinstance(names := feature.get("names"), list) and names:
+            found[column] = tuple(map(str, names))
+    return found
 
 
 # Data sets in Python
@@ -352,15 +334,12 @@ def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
 def _pair(item: Any, where: str) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         image, label = (next((key for key in keys if key in item), None) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
-        if image is None or label is None:
-            missing, keys = ("image", _IMAGE_KEYS) if image is None else ("label", _LABEL_KEYS)
-            raise InputError(
-                f"{where} is a dict of {', '.join(map(str, item))}; name its {missing} one of {', '.join(keys)}"
-            )
-        return item[image], item[label]
-    if not isinstance(item, (tuple, list)) or len(item) < 2:
-        raise InputError(f"{where} is a {type(item).__name__}; a pair (image, label), or a dict of both, is needed")
-    return item[0], item[1]
+        if image is not None and label is not None:
+            return item[image], item[label]
+    elif isinstance(item, (tuple, list)) and len(item) >= 2:
+        return item[0], item[1]
+    found = f"dict of {', '.join(map(str, item))}" if isinstance(item, Mapping) else type(item).__name__
+    raise InputError(f"{where} is a {found}; a pair (image, label), or a dict with 'image' and 'label', is needed")
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:
@@ -371,12 +350,12 @@ def _is_random(dataset: Any, images: np.ndarray) -> bool:
 def _to_pixels(image: Any, where: str) -> np.ndarray:
     """Convert one image to uint8 or uint16 [H, W, C]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):  # PIL
-        if image.mode.startswith("I;16"):
-            return np.asarray(image).astype(np.uint16)[..., None]
         if image.mode in ("I", "F"):
             raise InputError(f"{where} has 32 bits per pixel (mode {image.mode}); convert it to L, I;16 or RGB")
-        grey = image.mode in ("1", "L", "LA")
-        return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, 1 if grey else 3)
+        if not image.mode.startswith("I;16"):
+            image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+        pixels = np.asarray(image).reshape(image.height, image.width, -1)
+        return pixels if image.mode in ("L", "RGB") else pixels.astype(np.uint16)
     if not is_array(image):
         raise InputError(f"{where}: the image is a {type(image).__name__}; a PIL image, an array or a tensor is needed")
     is_tensor = hasattr(image, "detach")
@@ -403,10 +382,9 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
 def _names_of(dataset: Any) -> tuple[str, ...] | None:
     """Find the class names of a data set, also inside wrappers such as `Subset`."""
     while dataset is not None:
-        features = getattr(dataset, "features", None)
-        labelled = [features[key] for key in _LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
-        # Hugging Face data sets name the classes of a column.
-        names = getattr(labelled[0], "names", None) if labelled else getattr(dataset, "classes", None)
+        features = getattr(dataset, "features", None)  # of Hugging Face
+        columns = [features[key] for key in _LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
+        names = getattr(columns[0], "names", None) if columns else getattr(dataset, "classes", None)
         if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names):
             return tuple(names)
         dataset = getattr(dataset, "dataset", None)

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice, product
 from pathlib import Path
@@ -22,8 +21,8 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.formats.folders import is_image_name, visible
-from flatout.data.labels import find_class_list_beside
-from flatout.data.source import DataSource, ImageBytesList, ImageDataset, ReadOptions, Slice, assemble
+from flatout.data.labels import distinct_names, find_class_list
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import is_compressed, reading, tar_members
 from flatout.utils.errors import InputError
@@ -58,8 +57,7 @@ def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptio
 def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
-    beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
-    names = class_list or beside
+    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _CLASS_LISTS)
     inputs = (names,) if names and not class_list else ()
     return reference(TFRECORD_KIND, path, splits, lambda splits: _read_tfrecord(path, splits, names, options), inputs)
 
@@ -121,7 +119,7 @@ def expand_braces(path: Path) -> list[Path]:
 
 
 def _choices(text: str) -> list[str]:
-    """Return what a pair of braces stands for; of a long range, one name more than permitted."""
+    """Return what braces stand for; of a long range, one name more than permitted."""
     if not (match := _RANGE.fullmatch(text)):
         return text.split(",")
     first, last = int(match[1]), int(match[2])
@@ -135,18 +133,24 @@ def _choices(text: str) -> list[str]:
 def _read_webdataset(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    places: dict[str, ImageBytesList] = {}
-    parts: dict[str, tuple[ImageBytesList, list[Any]]] = {}
+    places: dict[str, list[Slice]] = {}
+    parts: dict[str, tuple[list[Slice], list[Any]]] = {}
+    label_name = options.label_column.lower() or "cls"
     for split, files in splits.items():
-        images, labels, places[split] = ImageBytesList(), [], ImageBytesList()
+        parts[split], places[split] = ([], []), []
         for file in files:
             with reading(file), file.open("rb") as stream:
                 for key, members in _samples(member for _, member in tar_members(stream, file)):
-                    image, label = _image_and_label(f"{file}: sample {key}", members, options)
-                    images.append(_slice(file, image))
-                    places[split].append(place := _slice(file, label))
-                    labels.append(_label(place, options))
-        parts[split] = images, labels
+                    images, labels = _images(members, options), _labels(members, options)
+                    if len(images) != 1 or not labels:
+                        raise InputError(
+                            f"{file}: sample {key}: has the members {', '.join(sorted(members))}; one image and a "
+                            f".{label_name} or .json member are needed; --set data.file_column=EXTENSION and --set "
+                            "data.label_column=EXTENSION name others"
+                        )
+                    places[split].append(_slice(file, labels[0]))
+                    parts[split][0].append(_slice(file, images[0]))
+                    parts[split][1].append(_label(places[split][-1], options))
     return assemble(
         WEBDATASET_KIND,
         path,
@@ -172,16 +176,10 @@ def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
 
 def _samples(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield the name of each sample and its members by extension."""
-
-    def split_name(member: tarfile.TarInfo) -> tuple[str, str]:
-        folder, slash, last = member.name.rpartition("/")
-        stem, _, extension = last.partition(".")
-        return (folder + slash + stem if stem else ""), extension.lower()
-
-    named = ((*split_name(member), member) for member in members if member.isreg())
-    for key, group in groupby(named, key=lambda entry: entry[0]):
-        if key:  # not hidden files
-            yield key, {extension: member for _, extension, member in group}
+    # The name up to the first dot of its last part, and the extension; hidden files have no name.
+    named = ((re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]*)", m.name, re.DOTALL), m) for m in members if m.isreg())
+    for key, group in groupby(((match, member) for match, member in named if match), key=lambda pair: pair[0][1]):
+        yield key, {match[2].lower(): member for match, member in group}
 
 
 def _slice(file: Path, member: tarfile.TarInfo) -> Slice:
@@ -200,32 +198,19 @@ def _labels(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[t
     return [members[extension] for extension in (options.label_column.lower() or "cls", "json") if extension in members]
 
 
-def _image_and_label(
-    where: str, members: dict[str, tarfile.TarInfo], options: ReadOptions
-) -> tuple[tarfile.TarInfo, tarfile.TarInfo]:
-    images, labels = _images(members, options), _labels(members, options)
-    if len(images) != 1 or not labels:
-        raise InputError(
-            f"{where}: has the members {', '.join(sorted(members))}; one image and a "
-            f".{options.label_column.lower() or 'cls'} or .json member are needed; --set data.file_column=EXTENSION "
-            "and --set data.label_column=EXTENSION name others"
-        )
-    return images[0], labels[0]
-
-
 def _label(place: Slice, options: ReadOptions) -> Any:
     """Return a member's label: its text, or a value (perhaps a list) of its dictionary."""
-    if place.size > _MAX_LABEL_BYTES:
-        raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
+    keys = (options.label_column,) if options.label_column else _JSON_KEYS
     try:
+        if place.size > _MAX_LABEL_BYTES:
+            raise ValueError(f"{place.size:,} bytes are too many")
         text = place.read_bytes().decode("utf-8-sig").strip()
         if not place.name.lower().endswith(".json"):
             return text
         table = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        label = next((table[key] for key in keys if key in table), None)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{place}: cannot be read as a label: {error}") from None
-    keys = (options.label_column,) if options.label_column else _JSON_KEYS
-    label = next((table[key] for key in keys if key in table), None) if isinstance(table, dict) else None
     if not isinstance(label, (int, float, str, list)) or isinstance(label, bool):
         raise InputError(
             f"{place}: has no label (a number, a text or a list of them) under {' or '.join(keys)}; --set "
@@ -245,10 +230,6 @@ class _Sample(NamedTuple):
     image: Slice
     labels: list[int | float | str]
     text: str
-
-    @property
-    def label(self) -> int | float | str:
-        return self.labels[0]
 
 
 # Numbers, and positions of bytes in the record: images stay in the file until they are decoded.
@@ -270,35 +251,31 @@ def _read_tfrecord(
     every = [sample for some in samples.values() for sample in some]
     is_single = all(len(sample.labels) == 1 for sample in every)
     texts = _class_texts(every) if is_single and class_list is None else {}
-    parts: dict[str, tuple[list[Slice], list[Any]]] = {}
-    for split, some in samples.items():
-        labels = [texts.get(sample.label, sample.label) if is_single else sample.labels for sample in some]
-        parts[split] = [sample.image for sample in some], labels
+    images = {split: [sample.image for sample in some] for split, some in samples.items()}
+    labels = {
+        split: [texts.get(one.labels[0], one.labels[0]) if is_single else one.labels for one in some]
+        for split, some in samples.items()
+    }
     return assemble(
         TFRECORD_KIND,
         path,
-        parts,
+        {split: (images[split], labels[split]) for split in samples},
         names=tuple(texts.values()) or None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: str(parts[split][0][i]),
+        locate=lambda split, i: str(images[split][i]),
         task=options.task,
     )
 
 
-def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
+def _class_texts(samples: list[_Sample]) -> dict[Any, str]:
     """Return number -> class name in numeric order, if every record has both."""
-    pairs = {sample.label: sample.text for sample in samples}
-    if not all(pairs.values()) or not all(isinstance(label, int) for label in pairs):
+    pairs = {sample.labels[0]: sample.text for sample in samples}
+    if not all(isinstance(label, int) for label in pairs):
         return {}
-    if any(pairs[sample.label] != sample.text for sample in samples):
+    if not all(sample.text and pairs[sample.labels[0]] == sample.text for sample in samples):
         return {}
-    counts = Counter(pairs.values())
-    # ImageNet has two classes called crane.
-    return {
-        number: f"{name} ({number})" if counts[name] > 1 else name
-        for number, name in sorted(pairs.items(), key=lambda pair: int(pair[0]))
-    }
+    return distinct_names(dict(sorted(pairs.items())))
 
 
 def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:

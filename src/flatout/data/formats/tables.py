@@ -26,7 +26,7 @@ import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, one_per_split, visible
-from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
+from flatout.data.labels import DistinctLabels, find_class_list, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
@@ -100,7 +100,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
-    names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
+    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
     return _reference(PADDLE_KIND, path, files, names, options)
 
 
