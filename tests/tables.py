@@ -16,8 +16,7 @@ def generated(text: str) -> str:
     for word, split in WORDS.items():
         words[split].append(f"`{word}`")
     text = _with_table(text, ("split", "words"), [(split, ", ".join(some)) for split, some in words.items()])
-    suffixes = f"Images are `{' '.join(IMAGE_SUFFIXES[:-1])}`, and `{IMAGE_SUFFIXES[-1]}` where"
-    return re.sub(r"Images are `[^`]*`, and `[^`]*` where", lambda _: suffixes, text)
+    return re.sub(r"Images are `[^`]*`", lambda _: f"Images are `{' '.join(IMAGE_SUFFIXES)}`", text)
 
 
 def _with_table(text: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -32,7 +33,6 @@ LABELS = np.array([0, 1, 2, 0, 1, 2])
         LABELS[:, None],
         np.eye(3)[LABELS],
         LABELS.astype(np.float32),
-        LABELS.astype(np.str_),
         LABELS.astype(np.bytes_),
         LABELS.tolist(),
     ],
@@ -67,7 +67,7 @@ def test_names_gaps_and_fractions():
         IMAGES[..., None],
         IMAGES[:, None],
         IMAGES / 255,
-        (IMAGES / 255).astype(np.float16),
+        torch.tensor(IMAGES / 255, requires_grad=True),
         IMAGES.astype(np.int64),
     ],
 )
@@ -78,22 +78,11 @@ def test_kinds_of_grey_images(images: np.ndarray):
     np.testing.assert_array_equal(source.images[..., 0], IMAGES)
 
 
-def test_tensors():
-    import torch
-
-    pixels = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    source = from_arrays((pixels, torch.tensor(LABELS)))
-    expected = np.rint(pixels.detach().numpy().transpose(0, 2, 3, 1) * np.float32(255))
-    np.testing.assert_array_equal(source.images, expected)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
         ((6, 4, 24, 40), (6, 24, 40, 4)),
         ((6, 24, 40, 4), (6, 24, 40, 4)),
-        ((6, 200, 9, 9), (6, 9, 9, 200)),
-        ((6, 9, 9, 200), (6, 9, 9, 200)),
         ((6, 3, 24, 40), (6, 24, 40, 3)),
         ((6, 24, 40), (6, 24, 40, 1)),
     ],
@@ -146,10 +135,7 @@ def test_refused(data, message: str):
 @pytest.mark.parametrize(
     ("names", "splits"),
     [
-        ({"images": IMAGES, "labels": LABELS, "mean": BAD}, {"train": (0, 6)}),
         ({"X": IMAGES, "y": LABELS, "mean": BAD}, {"train": (0, 6)}),
-        ({"x_train": IMAGES, "y_train": LABELS, "x_test": IMAGES[:3], "y_test": LABELS[:3], "mean": BAD},
-         {"train": (0, 6), "test": (6, 9)}),
         ({"train_images": IMAGES, "train_labels": LABELS[:, None], "val_images": IMAGES, "val_labels": LABELS,
           "mean": BAD}, {"train": (0, 6), "valid": (6, 12)}),
     ],
@@ -198,7 +184,6 @@ OBJECTS = np.array([{}] * 6, dtype=object)
         ({"x": IMAGES, "images": IMAGES, "y": LABELS}, "both x and images could be the train images"),
         ({"x_train": IMAGES, "y_train": LABELS, "x_test": IMAGES}, "has no labels for test"),
         ({"x\ntrain": OBJECTS, "y": OBJECTS}, r"x\\ntrain: holds Python objects"),
-        ({"a\nb": OBJECTS}, r"holds a\\nb; name"),
     ],
 )
 def test_refused_npz(tmp_path: Path, arrays: dict[str, Any], message: str):
@@ -208,28 +193,7 @@ def test_refused_npz(tmp_path: Path, arrays: dict[str, Any], message: str):
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_numpy_files(tmp_path: Path):
-    npz, images = tmp_path / "a.npz", tmp_path / "set" / "images.npy"
-    images.parent.mkdir()
-    np.save(images.with_name("labels.npy"), LABELS)
-    np.savez(npz, images=IMAGES, labels=LABELS)
-    np.save(images, IMAGES)
-    zipped, whole = npz.read_bytes(), images.read_bytes()
-    np.save(images, OBJECTS, allow_pickle=True)
-    contents = [(npz, zipped[:-50]), (npz, b"PK\3\4"), (npz, b"hello"), (npz, whole), (images, images.read_bytes())]
-    # On the last two, NumPy raises errors of Python's own parsers.
-    contents += [(images, content) for content in (zipped, whole[:-1], b"\x93NUMPY", whole.replace(b"{", b"\0"))]
-    contents += [(images, whole.replace(b"'descr'", b"{{{[]:0"))]
-    for file, content in contents:
-        file.write_bytes(content)
-        with pytest.raises(
-            InputError, match=r"damaged or not a NumPy file|holds Python objects|is one array"
-        ) as caught:
-            recognise(npz if file == npz else images.parent).read()
-        assert str(file) in str(caught.value)
-
-
-@pytest.mark.parametrize("damage", ["no code point", "half of a pair", "no UTF-8", "other byte order"])
+@pytest.mark.parametrize("damage", ["no code point", "half of a pair", "no UTF-8"])
 def test_texts_that_are_none(damage: str, tmp_path: Path):
     """Found by damaging `.npy` files: Python raised SystemError for a character that does not exist."""
     labels = np.array(["cat", "dög", "cat", "dög"])
@@ -237,8 +201,6 @@ def test_texts_that_are_none(damage: str, tmp_path: Path):
         labels = np.char.encode(labels, "latin-1")
     else:
         labels.view(np.uint32)[3] = 0xD800 if damage == "half of a pair" else 0x20202020
-    if damage == "other byte order":
-        labels = labels.byteswap().view(labels.dtype.newbyteorder())
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 4, 4), np.uint8), y=labels)
     with pytest.raises(InputError, match="the labels have characters that do not exist"):
         recognise(tmp_path / "a.npz").read()
@@ -280,8 +242,7 @@ def test_idx_round_trip(tmp_path_factory: pytest.TempPathFactory, array: np.ndar
     np.testing.assert_array_equal(read, array)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize("before", ["train-", "emnist-letters-train-"])
+@pytest.mark.parametrize(("before", "suffix"), [("train-", ""), ("emnist-letters-train-", ".gz")])
 def test_idx_folder(tmp_path: Path, suffix: str, before: str):
     write_idx(tmp_path, IMAGES, BYTES, before, suffix)
     write_idx(tmp_path, IMAGES[:2], BYTES[:2], before.replace("train", "t10k"), suffix)
@@ -307,7 +268,6 @@ def test_real_mnist_is_the_known_one(shared_data: Path):
     ("change", "message"),
     [
         (lambda b: b[:-1], "is cut off: its header promises shape"),
-        (lambda b: b[:4] + b"\xff" * 12 + b[16:], "is cut off"),
         (lambda b: b + b"x", "longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
         (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
@@ -403,12 +363,10 @@ def test_json_longer_than_a_chunk_with_names(tmp_path: Path):
         ([[GOOD, [0, 1]]] * 4, "goes on after the third pair"),
         ([[[[0.0, 0.0, 0.0]], [0]]] * 3, "train image 0 has 3 numbers instead of a square number"),
         ([[[[0.0], [0.0] * 4], [0, 1]]] * 3, "train image 1 has 4 numbers instead of the 1 of image 0"),
-        ([[[[0.0], ["x"]], [0, 1]]] * 3, "train image 1 holds something other than numbers"),
         ([[GOOD, [0, 1]], [[[9.0]], [0]], [GOOD, [0, 1]]], "valid: pixels run from 9 to 9 .* where 0..1 is expected"),
         ([[GOOD, [0, None]]] * 3, "None where an image or a label is expected"),
         ("[[[[0.0],[1.0]],[0,1]],[[[0.0", "the file ends in the middle"),
         ("[[[[0.0],[1.0 2.0]],[0,1]]", "is not JSON"),
-        ("[" * 60_000, "is nested too deeply"),
         ('[["' + "]" * 99_999 + '"],' + '{"a":' * 60_000, "is nested too deeply"),
         ('[["' + "a" * (1 << 22), "is nested too deeply, or has a text that is too long"),
     ],

@@ -17,16 +17,15 @@ from tests.data.pictures import refusal, saved, smooth_picture
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "webp", "bmp", "tif"])
-@pytest.mark.parametrize("lenient", [False, True])
-def test_a_truncated_file_is_refused_even_where_pillow_was_made_lenient(tmp_path, monkeypatch, suffix, lenient):
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+def test_a_truncated_file_is_refused_even_where_pillow_was_made_lenient(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     noise = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
     file = saved(Image.fromarray(noise), tmp_path / f"a.{suffix}")
     data = file.read_bytes()
     for length in (len(data) // 2, len(data) * 9 // 10):
         file.write_bytes(data[:length])
         assert "truncated or damaged" in refusal(file)
-    assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
 def test_a_jpeg_with_lost_pixels_is_refused(tmp_path):
@@ -54,10 +53,9 @@ def test_a_jpeg_with_lost_pixels_is_refused(tmp_path):
     ("content", "reason"),
     [
         (b"", "is empty"),
-        (b"\n<!DOCTYPE html><html><body>404</body></html>", "is HTML, not an image"),
-        (b"\xef\xbb\xbf<HTML>", "is HTML, not an image"),
+        (b"\n<!DOCTYPE html><html><body>404</body></html>", "is HTML, XML or SVG, not an image"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS, not an image: run git lfs pull"),
-        (b"<?xml version='1.0'?><svg/>", "is XML or SVG, which is not supported"),
+        (b"<?xml version='1.0'?><svg/>", "is HTML, XML or SVG, not an image"),
         (b"PK\3\4 and so on", "is not an image of a known format (it begins with b'PK\\x03\\x04 and')"),
     ],
 )

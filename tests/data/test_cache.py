@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from flatout.data import cache as caches
 from flatout.data.build import load_pack
-from flatout.data.cache import DIGEST_BYTES, clear, combined_digest, entries, limit_bytes, make_room
+from flatout.data.cache import DIGEST_BYTES, clear, combined_digest, entries, limit_bytes
 from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, class_folders, expected_images, load, settings
 
@@ -49,34 +48,8 @@ def test_the_cache_can_be_cleared(tmp_path):
     (cache / "downloads" / "mnist").mkdir(parents=True)
     removed, kept = clear(entries(cache))
     assert [entry.path for entry in kept] == [used.folder]
-    assert {entry.what for entry in removed} >= {"downloads", "45 images, 17 x 17, " + str(tmp_path / "data")}
+    assert {entry.what for entry in removed} >= {"downloads", f"45 images, {tmp_path}/data"}
     assert np.array_equal(load(source, cache).images, used.images)
-
-
-def test_entries_that_other_processes_rename_and_remove(tmp_path):
-    """Entries appear and disappear while they are listed."""
-    packs, ended = tmp_path / "packs", threading.Event()
-    for number in range(20):
-        (packs / f"{number}.partial").mkdir(parents=True)
-        (packs / f"{number}.partial" / "images.npy").write_bytes(bytes(10))
-
-    def rename() -> None:
-        while not ended.is_set():
-            for number in range(20):
-                (packs / f"{number}.partial").rename(packs / str(number))
-                (packs / str(number) / "images.npy").rename(packs / str(number) / "other.npy")
-                (packs / str(number) / "other.npy").rename(packs / str(number) / "images.npy")
-                (packs / str(number)).rename(packs / f"{number}.partial")
-
-    thread = threading.Thread(target=rename)
-    thread.start()
-    try:
-        for _ in range(100):
-            assert len(entries(tmp_path)) <= 40
-            make_room(tmp_path, Recorder())
-    finally:
-        ended.set()
-        thread.join()
 
 
 @pytest.mark.parametrize(("text", "size"), [("5", 5e9), ("500 MB", 5e8), ("1.5t", 1.5e12), ("20k", 2e4), ("0", 0)])

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,16 +155,6 @@ def test_the_smallest_and_thinnest_images_and_the_first_of_an_animation(tmp_path
         assert np.abs(decoded.astype(int) - 200).max() <= 2
 
 
-def test_filters_for_warnings_are_as_before_after_many_threads(tmp_path):
-    palette = smooth_picture(30, 30).quantize(16)
-    file = saved(palette, tmp_path / "a.png", transparency=bytes(range(16)))
-    with warnings.catch_warnings():
-        before = list(warnings.filters)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: decode_image(file, size=8, channels=3, resize="crop"), range(200)))
-        assert warnings.filters == before
-
-
 # Large images
 
 
@@ -185,26 +174,23 @@ def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "height", "channels", "bytes_per_pixel"), [(6000, 6000, 3, 4), (2_300_000, 16, 1, 8)]
-)
-def test_large_images_take_little_more_than_their_pixels(tmp_path, width, height, channels, bytes_per_pixel):
+def test_large_images_take_little_more_than_their_pixels(tmp_path):
     files = [
-        saved(Image.new("RGB", (width, height), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
+        saved(Image.new("RGB", (6000, 6000), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
         saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"),
     ]
     code = (
         "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
         "from flatout.utils.host import peak_rss_bytes\n"
-        f"def decode(path): return decode_image(Path(path), size=64, channels={channels}, resize='squash')\n"
+        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='squash')\n"
         "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"
-        f"assert (decode(sys.argv[1]) == {(1, 2, 3) if channels == 3 else 2}).all()\n"
+        "assert (decode(sys.argv[1]) == (1, 2, 3)).all()\n"
         "print(peak_rss_bytes() - before)"
     )
     run = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 1.5 * bytes_per_pixel * width * height
+    assert int(run.stdout) < 1.5 * 4 * 6000 * 6000
 
 
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):

@@ -154,18 +154,15 @@ def test_servers_that_refuse_head_or_do_not_tell_the_size(server: Server):
 
 
 @pytest.mark.parametrize(
-    ("path", "header", "name"),
+    ("path", "name"),
     [
-        ("/download?id=5", "attachment; filename=photos.npz", "photos.npz"),
-        ("/download?id=5", 'attachment; filename="../../../photos.npz"', "photos.npz"),
-        ("/..%2F..%2Fphotos.npz", "", "photos.npz"),
-        ("/my%20photos.npz?token=a/b.c", "", "my photos.npz"),
-        ("/.hidden.npz", "", "hidden.npz"),
+        ("/..%2F..%2Fphotos.npz", "photos.npz"),
+        ("/my%20photos.npz?token=a/b.c", "my photos.npz"),
+        ("/.hidden.npz", "hidden.npz"),
     ],
 )
-def test_names_of_files(server: Server, cache: Path, path: str, header: str, name: str):
-    headers = {"Content-Disposition": header} if header else {}
-    server.resources[path.partition("?")[0]] = Resource(npz(), headers=headers)
+def test_names_of_files(server: Server, cache: Path, path: str, name: str):
+    server.resources[path.partition("?")[0]] = Resource(npz())
     found = fetch(server.url(path))
     assert found.name == name
     assert found.parent.parent == cache / "remote"
@@ -181,16 +178,12 @@ def test_shards_by_braces(server: Server):
     assert contents(local.parent) == {"00.bin": b"train/00", "01.bin": b"train/01"}
 
 
-@pytest.mark.parametrize(("status", "words"), [(403, "403 Forbidden; .*netrc"), (404, "404 Not Found; check the URL")])
-def test_error_status(server: Server, cache: Path, status: int, words: str):
-    server.resources["/photos.npz"] = Resource(b"", status=status)
-    with pytest.raises(InputError, match=rf"/photos.npz: the server answers {words}") as caught:
-        fetch(server.url("/photos.npz?signature=secret"))
+def test_a_server_that_refuses_does_not_answer_or_falls_silent(server: Server, cache: Path):
+    server.resources["/closed.npz"] = Resource(b"", status=403)
+    with pytest.raises(InputError, match=r"/closed\.npz: the server answers 403 Forbidden; .*netrc") as caught:
+        fetch(server.url("/closed.npz?signature=secret"))
     assert "secret" not in str(caught.value)
     assert not list(cache.glob("remote/*/*"))
-
-
-def test_a_host_that_does_not_answer_or_falls_silent(server: Server):
     assert "Cannot connect to host 127.0.0.1:1 " in message("http://127.0.0.1:1/photos.npz?signature=secret")
     assert "http://host.invalid/photos.npz: " in message("http://host.invalid/photos.npz")
     server.resources["/photos.npz"] = Resource(npz(), stall_after=1000)
@@ -221,9 +214,9 @@ def test_urls_that_are_refused(url: str, words: str):
 
 def test_web_pages_folders_and_circles_are_refused(server: Server, cache: Path):
     server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
-    assert "is a web page, not data; give the URL of the file itself" in message(server.url("/photos.npz"))
     server.resources["/photos/"] = Resource(b"{}")
-    assert "names no file" in message(server.url("/photos/"))
+    for path in server.resources:
+        assert "is a web page or a folder, not a file; give the URL of the file itself" in message(server.url(path))
     server.resources["/again.npz"] = Resource(b"", status=302, headers={"Location": server.url("/again.npz")})
     assert "the server redirects without end" in message(server.url("/again.npz"))
     assert not list(cache.glob("remote/*/*"))
@@ -239,7 +232,7 @@ def test_redirects_do_not_take_credentials_along(server: Server, tmp_path: Path,
         assert "file:///etc/passwd" in message(server.url("/photos.npz"))
         return
     if target == "other":
-        assert "localhost answers 404" in message(server.url("/photos.npz"))
+        assert "the server answers 404" in message(server.url("/photos.npz"))
         server.requests.clear()
     server.resources["/there/photos.npz"] = Resource(npz())
     assert fetch(server.url("/photos.npz")).read_bytes() == npz()
@@ -356,19 +349,17 @@ PHOTOS = {f"{name}/{i}.png": png(grey + i) for name, grey in (("cat", 0), ("dog"
 
 
 class Bucket:
-    """The bucket `photos`. A WSGI application counts the objects that are downloaded, and calls a function before."""
+    """The bucket `photos`. A WSGI application counts the objects that are downloaded."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
         self.client: Any = None
         self.downloads: list[str] = []
-        self.before: Callable[[], None] = lambda: None
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         is_object = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
         if is_object and "list-type" not in environ["QUERY_STRING"]:
             self.downloads.append(environ["PATH_INFO"])
-            self.before()
         return self._app(environ, start_response)
 
     def put(self, files: dict[str, bytes]) -> None:
@@ -405,7 +396,6 @@ def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     urllib.request.urlopen(f"{url}/moto-api/reset", b"", timeout=10).close()
     bucket.downloads.clear()
-    bucket.before = lambda: None
     bucket.client = pytest.importorskip("boto3").client("s3")
     bucket.client.create_bucket(Bucket="photos")
     return bucket
@@ -429,26 +419,9 @@ def test_a_folder_of_a_store(bucket: Bucket, cache: Path):
     assert contents(fetch("s3://photos/sets/pets/")) == {**PHOTOS, "cat/4.png": png(4)}
 
 
-def test_an_object_that_changes_is_refused(bucket: Bucket, cache: Path):
-    bucket.put({"photos.npz": b"1" * 5000})
-    bucket.before = lambda: bucket.put({"photos.npz": b"2" * 5000})
-    assert message("s3://photos/photos.npz").startswith("s3://photos/photos.npz: changed during the download; ")
-    assert not list(cache.glob("remote/*/*"))
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("s3://photos/none", "there is no such file or folder; check the URL"),
-        ("s3://photos", "the folder holds no files; check the URL"),
-        ("s3://no-such-bucket/a", "there is no such file or folder; check the URL"),
-    ],
-)
-def test_nothing_in_a_store(bucket: Bucket, url: str, words: str):
-    assert message(url) == f"{url}: {words}"
-
-
-def test_a_store_that_denies_access_or_does_not_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_has_nothing_denies_access_or_does_not_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+    for url in ("s3://photos/none", "s3://no-such-bucket/a"):
+        assert message(url) == f"{url}: there is no such file or folder; check the URL"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "127.0.0.1:1" in message("s3://photos/photos.npz")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -560,13 +533,7 @@ def test_public_data_is_downloaded_once(server: Server, tmp_path: Path, mirrors:
     assert server.gets() == ["/good/a.bin", "/good/b.bin", "/good/a.bin"]
 
 
-@pytest.mark.parametrize("first", ["missing", "wrong", "cut"])
-def test_the_next_mirror_is_tried(tmp_path: Path, mirrors: Callable[..., PublicData], first: str):
-    download_public(mirrors(first, "good"), tmp_path / "data", lambda _: None)
-    assert public_files(tmp_path / "data") == FILES
-
-
-def test_no_mirror_has_public_data(tmp_path: Path, mirrors: Callable[..., PublicData]):
+def test_mirrors_are_tried_in_turn(tmp_path: Path, mirrors: Callable[..., PublicData]):
     with pytest.raises(InputError) as caught:
         download_public(mirrors("missing", "wrong", "cut"), tmp_path / "data", lambda _: None)
     assert "/missing/a.bin (there is no such file or folder)" in str(caught.value)
@@ -574,6 +541,8 @@ def test_no_mirror_has_public_data(tmp_path: Path, mirrors: Callable[..., Public
     assert "/cut/a.bin (the connection ended early)" in str(caught.value)
     assert f"get a.bin, b.bin by other means, put them into {tmp_path / 'data'}" in str(caught.value)
     assert public_files(tmp_path / "data") == {}
+    download_public(mirrors("missing", "wrong", "cut", "good"), tmp_path / "data", lambda _: None)
+    assert public_files(tmp_path / "data") == FILES
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file/folder: cannot write"):
         download_public(mirrors("good"), tmp_path / "file" / "folder", lambda _: None)

@@ -141,17 +141,6 @@ def test_names_that_are_not_utf8(tmp_path: Path):
         recognise(folder)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_folder_that_may_not_be_read(tmp_path: Path):
-    grow(tmp_path, "a/1.png", "b/2.png")
-    (tmp_path / "b").chmod(0)
-    try:
-        with pytest.raises(InputError, match="b: cannot be read"):
-            recognise(tmp_path).read()
-    finally:
-        (tmp_path / "b").chmod(0o700)
-
-
 def test_classes_in_file_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     grow(tmp_path, "cat.1.png", "cat.2.png", "dog.1.png")
     for pattern in (r"^(\w+)\.", r"^(?P<label>c|d)(at|og)"):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flatout.cli.main import main
-from flatout.data.detect import recognise
 from flatout.data.formats.shards import expand_braces
 from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
@@ -45,11 +44,8 @@ def test_a_pattern_of_shards(tmp_path: Path):
 def test_compressed_shards_are_refused(tmp_path: Path):
     for i in range(2):
         c.write(tmp_path / f"{i}.tar.gz", gzip.compress(b""))
-    with pytest.raises(InputError, match=r"1\}\.tar\.gz: is an archive; unpack it"):
+    with pytest.raises(InputError, match=r"1\}\.tar\.gz: holds the archive .*unpack it"):
         read(tmp_path / "{0..1}.tar.gz")
-    c.write(tmp_path / "train.tar.gz", gzip.compress(shard(tmp_path / "b.tar", GOOD).read_bytes()))
-    with pytest.raises(InputError, match=r"train\.tar\.gz: holds samples of WebDataset; give the shards themselves"):
-        read(tmp_path / "train.tar.gz")
     c.write(tmp_path / "a.tfrecord.gz", gzip.compress(c.tf_record(c.example({"image": png(), "label": 1}))))
     with pytest.raises(InputError, match=r"a\.tfrecord\.gz: is compressed; unpack it first"):
         read(tmp_path / "a.tfrecord.gz")
@@ -62,7 +58,7 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "test-000000.tar"
     for damaged in (b"damaged", path.read_bytes()[:-10240]):
         c.write(path, damaged)
-        with pytest.raises(InputError, match=r"test-000000\.tar: is (damaged or )?cut off"):
+        with pytest.raises(InputError, match=r"test-000000\.tar: is damaged or cut off"):
             read(tmp_path)
 
 
@@ -70,12 +66,6 @@ def test_concatenated_tar_files_are_read_to_the_end(tmp_path: Path):
     first, second = (shard(tmp_path / f"{i}", {f"{i}.png": png(), f"{i}.cls": b"%d" % i}) for i in range(2))
     c.write(tmp_path / "both.tar", first.read_bytes() + second.read_bytes())
     assert len(read(tmp_path / "both.tar")) == 2
-
-
-def test_a_tar_file_beside_class_folders_is_not_a_shard(tmp_path: Path):
-    folder = c.class_folders(tmp_path)
-    c.write(folder / "backup.tar", b"damaged")
-    assert recognise(folder).kind == "class folders"
 
 
 # --- labels ---
@@ -137,9 +127,9 @@ def test_members_that_are_neither_image_nor_label(tmp_path: Path):
 
 
 def test_a_key_of_the_dictionary_may_be_named(tmp_path: Path):
-    members = {name: png() if name.endswith("png") else b'{"label": 5, "breed": "%s"}' % name[:1].encode()
-               for name in ("0.png", "0.json", "1.png", "1.json")}  # fmt: skip
-    assert read(shard(tmp_path / "a.tar", members), label_column="breed").classes == ("0", "1")
+    table = b'{"label": 5, "breed": "%s"}'
+    members = {"0.png": png(), "0.json": table % b"a", "1.png": png(), "1.json": table % b"b"}
+    assert read(shard(tmp_path / "a.tar", members), label_column="breed").classes == ("a", "b")
 
 
 # --- TFRecord ---
@@ -180,13 +170,6 @@ def test_a_test_split_without_classes_is_left_out(tmp_path: Path):
     assert source.notes[0].startswith(
         f"there is no test split: {tmp_path}/test01.tfrec: record 0: has the features id, image"
     )
-
-
-def test_two_classes_of_one_name_stay_two(tmp_path: Path):
-    """As the cranes of ImageNet, a bird and a machine."""
-    rows = ((135, b"crane"), (518, b"crane"), (1, b"tench"))
-    examples = [{"image/encoded": png(), "image/class/label": n, "image/class/text": text} for n, text in rows]
-    assert read(records(tmp_path / "a.tfrecord", *examples)).classes == ("tench", "crane (135)", "crane (518)")
 
 
 def test_values_of_every_kind(tmp_path: Path):

@@ -157,7 +157,7 @@ def test_paths_that_lead_out_and_missing_files_are_listed_in_one_go(folder: Path
     assert f"not below {inner}, 15 " in message
     assert all(f"list.csv: line {i + 3}: {row.split(',')[0]};" in message for i, row in enumerate(outside))
     assert message.endswith("line 12: own/gone4.png; and 5 more")
-    with pytest.raises(InputError, match=r"line 3: gone\\n\.png$"):
+    with pytest.raises(InputError, match=r"line 2: gone\\n\.png$"):
         read(inner, "\n".join([inside[0], missing[-1]]))
 
 
@@ -349,7 +349,7 @@ def test_numbers(folder: Path):
         (labelled("label", ["cat", "dog", "2.5", "cat"]), "auto", "line 4: unlike the other labels: 2.5"),
         (labelled("price", ["1.5", "2.5", "dear", "1e99"]), "auto", "line 4: not a number: dear"),
         (labelled("price", ["1.5", "2.5", "1e999", "1e99"]), "auto", "line 4: too large a number: 1e999; .*line 5"),
-        (labelled("price", ['"1,5"', "2"]), "regression", "line 2: not a number: 1,5; write decimals with a point"),
+        (labelled("price", ['"1,5"', "2"]), "regression", "line 2: not a number: 1,5; write numbers such as 1.5"),
         (labelled("age", ["30", "30.0"]), "regression", "all training images have the label 30"),
         (labelled("a,b", ["1,0", "0,1"]), "regression", "several columns of labels; a regression takes one number"),
         (labelled("cat,dog", ["1,1", "1,0", "0,-1"]), "auto", "line 4: -1 in a column of 0 and 1; write 0 or 1"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 
 import flatout
 from flatout.cli.main import main
@@ -20,13 +21,13 @@ FIGURES = ("train_accuracy", "valid_correct", "test_correct", "test_count")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class folders of `.npy` files; the class is the brighter of two bands."""
+    """Class folders of TIFF files; the class is the brighter of two bands."""
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for i in range(96):
         image = rng.integers(0, 30000, (24, 40, 4)).astype(np.uint16)
         image[..., i % 2] += 20000
         (folder / f"c{i % 2}").mkdir(exist_ok=True)
-        np.save(folder / f"c{i % 2}" / f"{i}.npy", image)
+        tifffile.imwrite(folder / f"c{i % 2}" / f"{i}.tif", image, photometric="minisblack", planarconfig="contig")
     return folder
 
 
@@ -57,8 +58,8 @@ def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
     run = flatout.load(runs["cpu"])
     for devices, engine in (ENGINES["cpu"], ENGINES["xla"]):
         assert run.evaluate(devices=devices, engine=engine)["test_correct"] == run.summary["test_correct"]
-    files = sorted(data.rglob("*.npy"))[:6]
-    images = np.stack([np.load(file) for file in files])
+    files = sorted(data.rglob("*.tif"))[:6]
+    images = np.stack([tifffile.imread(file) for file in files])
     expected = [p.probabilities for p in run.predict(files)]
     for given in (images, images.transpose(0, 3, 1, 2), list(images)):
         assert [p.probabilities for p in run.predict(given)] == expected

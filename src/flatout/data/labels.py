@@ -349,7 +349,7 @@ def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
     numbers = labels.values
     if numbers.dtype.kind == "U":
         is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
-        _refuse(labels, is_wrong, locate, "not a number, such as 1.5:")
+        _refuse(labels, is_wrong, locate, "not a number:", "write numbers such as 1.5")
         numbers = numbers.astype(np.float64)
     with np.errstate(over="ignore"):
         values = numbers.astype(np.float32)

@@ -117,7 +117,9 @@ class ImageDataset:
         in_train, everywhere = counts["train"], np.sum(list(counts.values()), axis=0)
         if np.count_nonzero(everywhere) < 2:
             names = [name for name, count in zip(self.classes, everywhere, strict=True) if count]
-            raise InputError(f"{where}: all images are of one class ({names}); at least two are needed")
+            raise InputError(
+                f"{where}: all images are of one class ({', '.join(names) or 'none'}); at least two are needed"
+            )
         for index in np.flatnonzero((in_train == 0) & (everywhere > 0)):
             others = " and ".join(name for name, count in counts.items() if count[index])
             raise InputError(f"{where}: class {self.classes[index]!r} is in {others} but has no training images")

@@ -306,13 +306,13 @@ def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _files(path: Path) -> list[Path]:
-    from flatout.data.formats.folders import is_image_name, without_arrays
+    from flatout.data.formats.folders import is_image_name
 
     if not path.exists():
         raise InputError(f"{path}: there is no such file")
     files = [path]
     if path.is_dir():
-        files = sorted(without_arrays([p for p in path.rglob("*") if is_image_name(p.name) and p.is_file()]))
+        files = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file())
     if not files:
         raise InputError(f"{path}: holds no images")
     return files
