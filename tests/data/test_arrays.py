@@ -271,8 +271,7 @@ def test_real_mnist_is_the_known_one(shared_data: Path):
         (lambda b: b + b"x", "longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
         (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
-        (lambda _: idx_bytes(np.zeros((6, 3, 4), np.float32)), "not images of bytes"),
-        (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "6 labels for 5 images"),
+        (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "train has 5 images but 6 labels"),
     ],
 )
 def test_damaged_idx(tmp_path: Path, change, message: str):
@@ -281,7 +280,7 @@ def test_damaged_idx(tmp_path: Path, change, message: str):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(InputError, match=message) as caught:
         recognise(tmp_path).read()
-    assert "train-" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_idx_labels_and_missing_files(tmp_path: Path):
@@ -296,19 +295,11 @@ def test_idx_labels_and_missing_files(tmp_path: Path):
 # CIFAR
 
 
-@pytest.mark.parametrize("names", [("data_batch_1", "test_batch", "batches.meta"), ("train", "test", "meta")])
-def test_cifar_pickles_are_refused(tmp_path: Path, names: tuple[str, ...]):
-    for name in names:
-        c.write(tmp_path / name, b"x")
-    with pytest.raises(InputError, match=r"is the Python version of CIFAR, .*get the binary version"):
-        recognise(tmp_path)
-
-
 def test_a_truncated_cifar_batch_is_named(tmp_path: Path):
     c.cifar10(tmp_path)
     content = (tmp_path / "data_batch_2.bin").read_bytes()
     c.write(tmp_path / "data_batch_2.bin", content[:-1])
-    with pytest.raises(InputError, match=r"data_batch_2\.bin: has [\d,]+ bytes, not a multiple of 3,073"):
+    with pytest.raises(InputError, match=r"data_batch_2\.bin: its size is not a multiple of 3,073 bytes"):
         recognise(tmp_path).read()
 
 

@@ -169,7 +169,6 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
 
 
 def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
-    """Return a pack of arrays that need no conversion."""
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
     return Pack(

@@ -377,9 +377,12 @@ class _StrictPillow:
             if self._inside == 0:
                 self._before.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", module=r"PIL\.")
-                self._before.callback(setattr, ImageFile, "LOAD_TRUNCATED_IMAGES", ImageFile.LOAD_TRUNCATED_IMAGES)
-                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, None
+                for module, name, value in (
+                    (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
+                    (Image, "MAX_IMAGE_PIXELS", None),
+                ):
+                    self._before.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, value)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:

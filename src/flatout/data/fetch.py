@@ -89,11 +89,9 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
         DiskFull: the disk is full.
     """
     scheme, _, rest = url.partition("://")
-    if not rest.strip("/"):
-        raise InputError(f"{url}: names no host, bucket or repository; give the whole URL")
-    if scheme not in (*_WEB, *_STORES):
-        known = ", ".join(f"{name}://" for name in (*_WEB, *_STORES))
-        raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
+    if scheme not in (*_WEB, *_STORES) or not rest.strip("/"):
+        known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
+        raise InputError(f"{url}: is not read; flatout downloads from {known}; or give a local path")
     url = url if scheme in _WEB else url.rstrip("/")
     shown = _without_query(url)
     if urllib.parse.urlsplit(url).username is not None:
@@ -102,12 +100,7 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
             "(machine HOST login USER password PASSWORD) and remove it from the URL"
         )
     server = _Server(url)
-    try:
-        name, files = server.list_files()
-    except _TransferError as error:
-        if copies := _copies(shown):
-            raise InputError(f"{error}; or give the path of the last copy: {copies[-1]}") from None
-        raise
+    name, files = server.list_files()
     key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
     target = cache_folder() / "remote" / key
     with making(target, "downloading this data", report):
@@ -121,13 +114,6 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
         assert descriptor is not None
     make_room(cache_folder(), report)
     return target / name, descriptor
-
-
-def _copies(shown: str) -> list[Path]:
-    """Return the complete copies of a URL in the cache, least recently used first."""
-    abouts = sorted(cache_folder().glob(f"remote/*/{DOWNLOAD}"), key=lambda path: path.parent.stat().st_mtime)
-    found = [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in abouts]
-    return [folder / about["name"] for folder, about in found if about["url"] == shown]
 
 
 # --- transfer ---

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,11 +278,6 @@ def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subje
 
 
 def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
-    """Infer the task from the labels.
-
-    Raises:
-        InputError: several tasks are possible.
-    """
     if isinstance(labels, np.ndarray):
         return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
     if labels.values.dtype.kind == "f":
@@ -328,11 +324,10 @@ def _find_separator(texts: list[str]) -> tuple[str, bool]:
     known = set(texts)
     for mark in _SEPARATORS:
         joined = [_split(text, mark) for text in texts if mark in text]
-        parts = {part for text in joined for part in text}
+        parts = set(chain.from_iterable(joined))
         is_shared = len(joined) >= 3 and 2 * len(parts) < len(joined)
         are_labels = any(len(text) > 1 and known.issuperset(text) for text in joined)
-        has_common = mark == "|" and len(parts) < sum(len(set(text)) for text in joined)
-        if is_shared or are_labels or has_common:
+        if is_shared or are_labels or (mark == "|" and len(parts) < sum(map(len, map(set, joined)))):
             return mark, is_shared or mark in "|;"
     return "", False
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.config.settings import Size, sides, typed
+from flatout.config.settings import Size, sides
 from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
 from flatout.data.source import describe
@@ -158,15 +158,12 @@ def write_images(
     """Write `folder/images.npy` from `count` samples, on all cores.
 
     Ordinary writes are used: with a memory map, a full disk would kill the process, and the pages would count as its
-        memory.
-
-    Returns:
-        The number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
-        returns and which are left out.
+    memory. Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which
+    `fill` returns and which are left out.
     """
     import torch
 
-    dtype = _type_of(bits)
+    dtype = np.dtype(f"u{bits // 8}")
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
     block_rows, step = max(1, BLOCK_BYTES // row_bytes), max(1, min(_SAMPLES_PER_TASK, _TASK_BYTES // row_bytes))
     ends = range(block_rows, count + block_rows, block_rows)
@@ -241,10 +238,6 @@ def _sync(file: io.IOBase) -> None:
     os.fsync(file.fileno())
 
 
-def _type_of(bits: int) -> np.dtype:
-    return np.dtype(f"u{bits // 8}")
-
-
 def _json_crc32(description: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
@@ -258,88 +251,70 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
     Raises:
         InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
     """
+    file = folder / DESCRIPTION
     try:
-        return _open(folder, _read_description(folder / DESCRIPTION), verify)
+        about = json.loads(file.read_text(encoding="utf-8"))
+        if (version := about["format_version"]) != FORMAT_VERSION:
+            fix = "update flatout, or pack the data again"
+            raise InputError(f"{file}: has format {version}, this flatout reads {FORMAT_VERSION}; {fix}")
+        _expect(about.pop("crc32") == _json_crc32(about))
+        size, task = about["size"], about.get("task", "single-label")
+        shape = about["images"], *sides(size if isinstance(size, int) else tuple(size)), about["channels"]
+        dtype, blocks = np.dtype(f"u{about.get('bits', 8) // 8}"), about["blocks"]
+        splits = {name: (start, stop) for name, (start, stop) in about["splits"].items()}
+        file = folder / LABELS
+        labels = np.load(file)
+        _expect(labels.dtype == LABEL_TYPES[task] and zlib.crc32(labels.data) == about["labels_crc32"])
+        file = folder / IMAGES
+        images = map_images(file)
+        _expect(images.dtype == dtype and images.shape == shape and images.flags.c_contiguous)
+        _expect(file.stat().st_size == len(npy_header(shape, dtype)) + images.nbytes and len(labels) == len(images))
+        if verify:
+            _verify_images(file, blocks, images[:1].nbytes)
+        return Pack(
+            folder=folder,
+            images=images,
+            labels=labels,
+            task=task,
+            classes=tuple(about["classes"]),
+            splits=splits,
+            groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
+            resize=about["resize"],
+            kind=about["kind"],
+            notes=tuple(about["notes"]),
+            skipped=about["skipped"],
+            was_cached=True,
+            is_decoded=about.get("is_decoded", False),
+            build_seconds=about["build_seconds"],
+            fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in blocks]),
+        )
     except InputError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        what = f"its content is not that of a pack: {type(error).__name__}: {first_line(error)}"
-        raise DamagedPack(folder / DESCRIPTION, what) from None
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        raise DamagedPack(file, first_line(error)) from None
+
+
+def _expect(is_unchanged: bool) -> None:
+    if not is_unchanged:
+        raise ValueError("its content has changed")
 
 
 def map_images(path: str | Path) -> np.ndarray:
     """Map an .npy file, read-only. On Linux it stays readable after removal, also by other processes."""
     if not Path("/proc/self/fd").is_dir():
         return np.load(path, mmap_mode="r")
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack:
+        file = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, file)
         # A str, because np.load resolves a Path.
         images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
-        weakref.finalize(images, os.close, file)
-    except BaseException:
-        os.close(file)
-        raise
+        weakref.finalize(images, stack.pop_all().close)
     return images
 
 
 def has_open_file(images: np.ndarray) -> bool:
     """Whether mapped images can be read even if their file was removed."""
     return str(getattr(images, "filename", "")).startswith("/proc/")
-
-
-def _open(folder: Path, about: dict[str, Any], verify: bool) -> Pack:
-    try:
-        labels = np.load(path := folder / LABELS)
-        images = map_images(path := folder / IMAGES)
-    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
-        raise DamagedPack(path, first_line(error)) from None
-    task = about.get("task", "single-label")
-    if labels.dtype != LABEL_TYPES.get(task) or zlib.crc32(labels.data) != about["labels_crc32"]:
-        raise DamagedPack(folder / LABELS, "its content has changed")
-    try:
-        size = typed(about["size"], Size, "size")
-    except InputError as error:
-        raise DamagedPack(folder / DESCRIPTION, str(error)) from None
-    shape, dtype = (about["images"], *sides(size), about["channels"]), _type_of(about.get("bits", 8))
-    if images.dtype != dtype or images.shape != shape or not images.flags.c_contiguous:
-        raise DamagedPack(folder / IMAGES, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
-    file_bytes = (folder / IMAGES).stat().st_size
-    if file_bytes != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
-        raise DamagedPack(folder / IMAGES, "its size has changed")
-    blocks, splits = about["blocks"], {name: (start, stop) for name, (start, stop) in about["splits"].items()}
-    if verify:
-        _verify_images(folder / IMAGES, blocks, images[:1].nbytes)
-    return Pack(
-        folder=folder,
-        images=images,
-        labels=labels,
-        task=task,
-        classes=tuple(about["classes"]),
-        splits=splits,
-        groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
-        resize=about["resize"],
-        kind=about["kind"],
-        notes=tuple(about["notes"]),
-        skipped=about["skipped"],
-        was_cached=True,
-        is_decoded=about.get("is_decoded", False),
-        build_seconds=about["build_seconds"],
-        fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in blocks]),
-    )
-
-
-def _read_description(path: Path) -> dict[str, Any]:
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        version, crc32 = description["format_version"], description.pop("crc32")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedPack(path, f"{type(error).__name__}: {error}") from None
-    if version != FORMAT_VERSION:
-        fix = "update flatout, or pack the data again"
-        raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; {fix}")
-    if crc32 != _json_crc32(description):
-        raise DamagedPack(path, "its content has changed")
-    return description
 
 
 def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:

@@ -6,6 +6,7 @@ Shape letters: N images, H height, W width, C channels.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def _of_pairs(
     kind: str,
     path: Path,
     pairs: dict[str, tuple[Path, Path]],
-    read: Callable[[Path, Path], tuple[np.ndarray, np.ndarray]],
+    read: Callable[[Path], np.ndarray],
     class_list: Path | None,
     options: ReadOptions,
 ) -> DataSource:
-    """Return the data in split -> (file of images, file of labels), which `read` reads."""
+    """Return the data in split -> (file of images, file of labels)."""
 
     def read_all() -> ImageDataset:
-        splits = {split: read(images, labels) for split, (images, labels) in pairs.items()}
+        splits = {split: (read(images), read(labels)) for split, (images, labels) in pairs.items()}
         return _assemble(
             splits, kind, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
         )
@@ -109,18 +110,14 @@ def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, 
         found[key] = name
     if not found:
         raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; {fix}")
-    for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
+    for split, role in product({split for split, _ in found}, ("images", "labels")):
         if (split, role) not in found:
-            among = one_line(", ".join(names))
-            raise InputError(f"{where}: has no {role} for {split} among {among}; {fix}")
+            raise InputError(f"{where}: has no {role} for {split} among {one_line(', '.join(names))}; {fix}")
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
-def _read_npy(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
-    def load(file: Path) -> np.ndarray:
-        return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
-
-    return load(images), load(labels)
+def _read_npy(file: Path) -> np.ndarray:
+    return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
 
 def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
@@ -183,16 +180,7 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
     if not files:
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
-    return _of_pairs(IDX_KIND, path, in_order(pairs, path), _read_idx_pair, class_list, options)
-
-
-def _read_idx_pair(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
-    pixels, numbers = read_idx(images), read_idx(labels)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-        raise InputError(f"{images}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
-    if len(numbers) != len(pixels):
-        raise InputError(f"{labels}: {len(numbers):,} labels for {len(pixels):,} images in {images.name}")
-    return pixels, numbers
+    return _of_pairs(IDX_KIND, path, in_order(pairs, path), read_idx, class_list, options)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -229,23 +217,13 @@ def read_idx(path: Path) -> np.ndarray:
 
 _CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")
-_CIFAR_PICKLES = (("data_batch_1", "test_batch"), ("train", "test", "meta"))
 
 
 def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise a CIFAR data set in a folder.
-
-    Raises:
-        InputError: it is the Python version.
-    """
+    """Recognise the binary version of a CIFAR data set in a folder."""
     if not path.is_dir():
         return None
     files = {entry.name: entry.path for entry in visible(path) if entry.is_file()}
-    if any(all(name in files for name in names) for names in _CIFAR_PICKLES):
-        raise InputError(
-            f"{path}: is the Python version of CIFAR, pickle files that could run code when read; get the binary "
-            "version (cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
-        )
     batches = [file for name, file in files.items() if name.startswith("data_batch_") and name.endswith(".bin")]
     if batches and "test_batch.bin" in files:
         splits, label_bytes = {"train": batches, "test": [files["test_batch.bin"]]}, 1
@@ -257,25 +235,18 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
     inputs = (*(file for some in splits.values() for file in some), *([names] if names else ()))
 
     def read() -> ImageDataset:
-        parts = {}
+        parts, size = {}, label_bytes + _CIFAR_PIXELS
         for split, some in splits.items():
             # One label byte (for CIFAR-100 two, the second is the fine label), then red, green, blue, row by row.
-            records = np.concatenate([_cifar_records(file, label_bytes + _CIFAR_PIXELS) for file in some])
+            if odd := next((file for file in some if not file.stat().st_size or file.stat().st_size % size), None):
+                raise InputError(f"{odd}: its size is not a multiple of {size:,} bytes, a record; get it again")
+            with reading(path):
+                records = np.concatenate([np.fromfile(file, np.uint8) for file in some]).reshape(-1, size)
             images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
         return _assemble(parts, CIFAR_KIND, path, names, options.task)
 
     return DataSource(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
-
-
-def _cifar_records(file: Path, size: int) -> np.ndarray:
-    try:
-        content = np.frombuffer(file.read_bytes(), np.uint8)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    if not len(content) or len(content) % size:
-        raise InputError(f"{file}: has {len(content):,} bytes, not a multiple of {size:,}, a record; get it again")
-    return content.reshape(-1, size)
 
 
 # JSON triples: a list of three [images, labels] pairs, each image a flat list of numbers
