@@ -38,7 +38,7 @@ def several_labels(folder: Path) -> Path:
 
 
 def triples(folder: Path) -> Path:
-    pair = [np.arange(15 * 16).reshape(15, 16).tolist(), LABELS]
+    pair = [np.arange(6 * 16).reshape(6, 16).tolist(), LABELS]
     c.write(folder / "set.json.gz", gzip.compress(json.dumps([pair, pair, pair]).encode()))
     return folder / "set.json.gz"
 
@@ -60,7 +60,10 @@ def with_tar_checksums(content: bytes) -> bytes:
 
 def one_example(folder: Path) -> Path:
     """Write a `tf.train.Example`; `c.tf_record` puts its checksums around it."""
-    c.write(folder / "a.tfrecord", c.example(c.tf_encoded(c.SAMPLES[0])))
+    c.write(
+        folder / "a.tfrecord",
+        c.example({"image/encoded": c.SAMPLES[0].data, "image/class/label": 1, "image/class/text": b"cat"}),
+    )
     return folder / "a.tfrecord"
 
 
@@ -82,12 +85,12 @@ SETS: dict[str, tuple[Callable[[Path], Path], str, Callable[[bytes], bytes]]] = 
     "pack, images": (pack, "pack/images.npy", bytes),
     "tar": (c.in_tar("w"), "set.tar", with_tar_checksums),
     "tar.gz": (c.in_tar("w:gz"), "set.tar.gz", bytes),
-    "WebDataset": (c.webdataset("json"), "train-000000.tar", with_tar_checksums),
+    "WebDataset": (c.fixture("webdataset-json"), "photos/train-000000.tar", with_tar_checksums),
     "zip": (c.in_zip(zipfile.ZIP_DEFLATED), "set.zip", bytes),
-    "TFRecord": (c.tf_records, "train-00000-of-00002", bytes),
+    "TFRecord": (c.fixture("tfrecord"), "photos/train-00000-of-00001", bytes),
     "tf.train.Example": (one_example, "a.tfrecord", c.tf_record),
-    "Parquet": (c.parquet, "data/train-00000-of-00001.parquet", bytes),
-    "saved data set": (c.saved_dataset, "train/data-00000-of-00002.arrow", bytes),
+    "Parquet": (c.fixture("parquet"), "photos/train-00000-of-00001.parquet", bytes),
+    "saved data set": (c.fixture("saved-dataset"), "photos/train/data-00000-of-00001.arrow", bytes),
 }
 
 

@@ -1,15 +1,10 @@
 """Lists of files and labels (CSV, JSON lines, PaddleClas), and what labels mean."""
 
-import csv
-import io
 import json
-import string
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from flatout.cli.main import main
 from flatout.config import Data
@@ -52,37 +47,6 @@ EXPECTED = [("0.png", "cat"), ("1.png", "dog"), ("2.png", "cat")]
 )
 def test_dialects(folder: Path, text: str):
     assert pairs(read(folder, text)) == EXPECTED
-
-
-NAMES = st.text(st.sampled_from(string.ascii_letters + string.digits + " ,;\"'-_äß日"), min_size=1, max_size=12).filter(
-    lambda name: name == name.strip()
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    files=st.lists(NAMES.filter(lambda name: name not in ("file", "label")), min_size=2, max_size=6, unique=True),
-    labels=st.lists(
-        NAMES.filter(lambda name: not name.isdigit() and name not in ("nan", "NaN")),
-        min_size=2,
-        max_size=2,
-        unique=True,
-    ),
-    delimiter=st.sampled_from(",;\t"),
-    newline=st.sampled_from(["\n", "\r\n"]),
-    bom=st.booleans(),
-)
-@example(files=["0", "1"], labels=["A", ";A"], delimiter=",", newline="\n", bom=False)
-@example(files=["0", "FILE"], labels=[";", "A"], delimiter=",", newline="\n", bom=False)
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, files, labels, delimiter, newline, bom):
-    folder = tmp_path_factory.mktemp("round-trip")
-    rows = [(f"{name}.png", labels[i % 2]) for i, name in enumerate(files)]
-    for name, _ in rows:
-        (folder / name).touch()
-    text = io.StringIO()
-    writer = csv.writer(text, delimiter=delimiter, lineterminator=newline, quoting=csv.QUOTE_ALL)
-    writer.writerows([("file", "label"), *rows])
-    assert pairs(read(folder, text.getvalue().encode("utf-8-sig" if bom else "utf-8"))) == rows
 
 
 def test_columns_of_splits_and_of_flags_as_fastai_has_it(folder: Path):

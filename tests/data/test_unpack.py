@@ -37,14 +37,13 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "metadata.jsonl": (c.metadata("metadata.jsonl"), "CSV manifest"),
     "PaddleClas": (c.paddle_lists, "PaddleClas lists"),
     "file names": (c.named_files, "images with classes in their names"),
-    "WebDataset, cls": (c.webdataset("cls"), "WebDataset shards"),
-    "WebDataset, json": (c.webdataset("json"), "WebDataset shards"),
-    "TFRecord, Slim": (c.tf_records, "TFRecord files"),
-    "TFRecord, texts": (c.tf_texts, "TFRecord files"),
-    "TFRecord in zip": (c.in_zip(zipfile.ZIP_STORED, c.tf_records), "TFRecord files in an archive"),
-    "Parquet of Hugging Face": (c.parquet, "Parquet files"),
-    "Parquet in tar": (c.in_tar("w", c.plain_parquet), "Parquet files in an archive"),
-    "saved data set": (c.saved_dataset, "saved Hugging Face data set"),
+    "WebDataset, cls": (c.fixture("webdataset-cls"), "WebDataset shards"),
+    "WebDataset, json": (c.fixture("webdataset-json"), "WebDataset shards"),
+    "TFRecord": (c.fixture("tfrecord"), "TFRecord files"),
+    "TFRecord in zip": (c.in_zip(zipfile.ZIP_STORED, c.fixture("tfrecord")), "TFRecord files in an archive"),
+    "Parquet": (c.fixture("parquet"), "Parquet files"),
+    "Parquet in tar": (c.in_tar("w", c.fixture("parquet")), "Parquet files in an archive"),
+    "saved data set": (c.fixture("saved-dataset"), "saved Hugging Face data set"),
     "npz": (c.npz, "NumPy arrays"),
     "npy in tar": (c.in_tar("w:gz", c.npy), "NumPy arrays in an archive"),
     "IDX": (c.idx, "IDX files"),
@@ -117,20 +116,20 @@ def test_without_a_cache_or_room(tmp_path: Path, cache: Path, monkeypatch: pytes
 
 def test_messages_name_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = c.class_folders(tmp_path / "inside")
-    (folder / "train" / "cat" / "000.jpg").write_bytes(b"no image")
+    (folder / "train" / "cat" / "0.png").write_bytes(b"no image")
     (folder / "train" / "empty").mkdir()
     (tmp_path / "inside" / "README.md").touch()
     path = c.in_zip(zipfile.ZIP_DEFLATED, lambda _: tmp_path / "inside")(tmp_path)
     assert main(["check", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "class folders in an archive: train 15 images of 3 classes, test 9" in shown
-    assert "set.zip/inside/photos/train/cat/000.jpg: is not an image" in shown
+    assert "class folders in an archive: train 6 images of 2 classes, test 4" in shown
+    assert "set.zip/inside/photos/train/cat/0.png: is not an image" in shown
     assert f"no images: empty in {path}/inside/photos/train" in shown
 
 
 def test_options_are_part_of_the_key_and_readers_can_be_sent_to_other_processes(tmp_path: Path, cache: Path):
     path = c.in_zip(zipfile.ZIP_STORED, c.named_files)(tmp_path)
-    for pattern, classes in ((r"^(\w+)\.\d", c.CLASSES), (r"^(\w)", ("c", "d", "o"))):
+    for pattern, classes in ((r"^(\w+)\.\d", c.CLASSES), (r"^(\w)", ("c", "d"))):
         found = recognise(path, Data(label_pattern=pattern), report=Console(sys.stderr))
         found = pickle.loads(pickle.dumps(found))
         assert load_pack(found, SETTINGS, cache=cache, report=Silent()).classes == classes
@@ -156,7 +155,7 @@ def test_windows_separators_and_clutter_are_understood(tmp_path: Path):
             out.writestr(info, sample.data)
         out.writestr("__MACOSX/photos/._x.jpg", b"x")
     source = recognise(tmp_path / "a.zip").read()
-    assert (len(source), source.classes) == (24, c.CLASSES)
+    assert (len(source), source.classes) == (len(c.SAMPLES), c.CLASSES)
 
 
 # --- what is refused ---
@@ -200,7 +199,7 @@ def assert_refused(path: Path, cache: Path, words: str) -> None:
     ("name", "words"),
     [
         *((name, "leads out of the archive") for name in ("../x.jpg", "/etc/x.jpg", "train/../../x.jpg", "C:/x.jpg")),
-        *((f"train/cat{end}", "is there twice") for end in ("/000.jpg", "/./000.jpg", "", "/000.jpg/x.jpg")),
+        *((f"train/cat{end}", "is there twice") for end in ("/0.png", "/./0.png", "", "/0.png/x.jpg")),
         ("a/" * 5000 + "x.jpg", "File name too long"),
     ],
 )
@@ -211,7 +210,7 @@ def test_names_that_lead_out_or_are_there_twice(tmp_path: Path, cache: Path, mak
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, None])
 def test_links_devices_and_encryption(tmp_path: Path, cache: Path, kind: bytes | None):
     if kind:
-        path = tar_with(tmp_path / "a", "train/cat/evil.jpg", type=kind, linkname="train/cat/000.jpg")
+        path = tar_with(tmp_path / "a", "train/cat/evil.jpg", type=kind, linkname="train/cat/0.png")
         assert_refused(path, cache, r"member train/cat/evil\.jpg: is a link, device or sparse file")
         return
     path = zip_with(tmp_path / "a", "train/cat/evil.jpg", stat.S_IFLNK)
@@ -219,7 +218,7 @@ def test_links_devices_and_encryption(tmp_path: Path, cache: Path, kind: bytes |
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\1\2") + 8] |= 1
     path.write_bytes(content)
-    assert_refused(path, cache, r"member train/cat/000\.jpg: is a link, device or encrypted")
+    assert_refused(path, cache, r"member train/cat/0\.png: is a link, device or encrypted")
 
 
 def test_bombs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -251,7 +250,7 @@ def test_an_archive_that_is_cut_off(tmp_path: Path, cache: Path, name: str):
     write = c.in_zip(zipfile.ZIP_DEFLATED) if name.endswith("zip") else c.in_tar(f"w:{name[8:]}" if name[8:] else "w")
     path = write(tmp_path)
     content = path.read_bytes()
-    for length in (len(content) * 9 // 10, len(content) // 2, 700, 100, 3):
+    for length in (len(content) // 2, 700, 100, 3):
         path.write_bytes(content[:length])
         assert_refused(path, cache, "damaged or cut off")
 
@@ -260,7 +259,7 @@ def test_an_archive_that_is_cut_off(tmp_path: Path, cache: Path, name: str):
 def test_an_end_that_tarfile_does_not_notice(tmp_path: Path, cache: Path, damage: str):
     path = c.in_tar("w")(tmp_path)
     with tarfile.open(path) as archive:
-        place = [member.offset for member in archive if member.isfile()][10]
+        place = [member.offset for member in archive if member.isfile()][5]
     content = bytearray(path.read_bytes())
     if damage == "cut between members":
         del content[place:]
@@ -273,7 +272,7 @@ def test_an_end_that_tarfile_does_not_notice(tmp_path: Path, cache: Path, damage
 def test_a_damaged_member_is_named(tmp_path: Path, cache: Path):
     path = c.in_zip(zipfile.ZIP_STORED)(tmp_path)
     path.write_bytes(path.read_bytes().replace(c.SAMPLES[0].data, c.SAMPLES[0].data[::-1], 1))
-    assert_refused(path, cache, r"member photos/train/cat/000\.jpg: is damaged or cut off \(Bad CRC-32")
+    assert_refused(path, cache, r"member photos/train/cat/0\.png: is damaged or cut off \(Bad CRC-32")
     path = zip_with(tmp_path / "a", "train/cat/x.jpg", content=bytes(1 << 20))
     declared = struct.pack("<I", 1 << 20)
     path.write_bytes(struct.pack("<I", 100).join(path.read_bytes().rsplit(declared, 1)))

@@ -282,7 +282,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
     split_column, group = named(_SPLIT_COLUMNS), next(iter(given("group_column")), None)
     file = next(iter(given("file_column")), named(_FILE_COLUMNS))
     if file is None:
-        file = next((i for i, cell in enumerate(body) if is_image_name(cell)), 0)
+        file = next((i for i, cell in enumerate(body[:width]) if is_image_name(cell)), 0)
     labels = given("label_column")
     if not labels and (found := named(_LABEL_COLUMNS)) is not None:
         labels = (found,)
