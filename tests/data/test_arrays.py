@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatout.data.detect import recognise
-from flatout.data.formats.arrays import from_arrays, read_idx
+from flatout.data.formats.arrays import from_arrays
 from flatout.data.pixels import channels_last
 from flatout.utils.errors import InputError
 from tests.data import containers as c
@@ -234,16 +234,6 @@ def test_idx_folder(tmp_path: Path, suffix: str, before: str):
     assert (source.splits, source.classes) == ({"train": (0, 6), "test": (6, 8)}, ("a", "b", "c"))
 
 
-def test_real_mnist_is_the_known_one(shared_data: Path):
-    source = recognise(shared_data / "mnist").read()
-    assert source.images is not None
-    assert source.images.shape == (70000, 28, 28, 1)
-    assert source.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    # The mean and deviation that every tutorial on MNIST states.
-    train = source.images[:60000] / np.float32(255)
-    assert (round(float(train.mean()), 4), round(float(train.std()), 4)) == (0.1307, 0.3081)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -304,15 +294,6 @@ def test_ranges_of_json(tmp_path: Path, scale: str, name: str):
     assert source.splits == {"train": (0, 2), "valid": (2, 3), "test": (3, 4)}
     np.testing.assert_array_equal(source.images, np.concatenate([pixels, pixels]).reshape(4, 2, 2, 1))  # type: ignore[arg-type]
     assert source.labels.tolist() == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_types_of_idx(tmp_path: Path, code: str):
-    array = np.arange(-12, 12).astype(code).reshape(2, 3, 4)
-    (tmp_path / "a").write_bytes(gzip.compress(idx_bytes(array)))
-    read = read_idx(tmp_path / "a")
-    assert read.dtype == array.dtype
-    np.testing.assert_array_equal(read, array)
 
 
 def test_json_longer_than_a_chunk_with_names(tmp_path: Path):

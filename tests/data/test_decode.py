@@ -98,14 +98,6 @@ def test_every_mode_and_kind_of_file(tmp_path, mode, name, options):
     assert distance(file, 100, channels=1).max() <= (3 if options else 1)
 
 
-@pytest.mark.parametrize("tiff", [b"", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff\1\x12"])
-def test_damaged_exif_leaves_the_image_as_stored(tmp_path, tiff):
-    file = saved(smooth_picture(40, 40), tmp_path / "a.jpg", exif=b"Exif\0\0" + tiff)
-    plain = saved(smooth_picture(40, 40), tmp_path / "b.jpg")
-    decoded, expected = (decode_image(path, size=40, channels=3, resize="squash") for path in (file, plain))
-    assert np.array_equal(decoded, expected)
-
-
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 @pytest.mark.parametrize(("highest", "top"), [(4095, 4095), (3000, 4095), (255, 255), (4096, 65535), (65535, 65535)])
 def test_16_bit_grey_is_scaled_by_the_bits_in_use(tmp_path, suffix, highest, top):

@@ -11,12 +11,20 @@ from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
-from tests.data.manifests import read, with_images
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return with_images(tmp_path)
+    """A folder with images/0.png to images/9.png, which are never opened."""
+    (tmp_path / "images").mkdir()
+    for i in range(10):
+        (tmp_path / "images" / f"{i}.png").touch()
+    return tmp_path
+
+
+def read(folder: Path, text: str | bytes, name: str = "list.csv", task: str = "auto", **settings) -> ImageDataset:
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return recognise(folder / name, Data(**settings), task).read()
 
 
 def pairs(source: ImageDataset) -> list[tuple[str, str]]:
