@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -88,24 +89,24 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
         InputError: the source cannot be read, has changed during the download, or the cache cannot be written.
         DiskFull: the disk is full.
     """
-    scheme, _, rest = url.partition("://")
+    shown, (scheme, _, rest) = _without_query(url), url.partition("://")
     if scheme not in (*_WEB, *_STORES) or not rest.strip("/"):
         known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
-        raise InputError(f"{url}: is not read; flatout downloads from {known}; or give a local path")
-    url = url if scheme in _WEB else url.rstrip("/")
-    shown = _without_query(url)
+        raise InputError(f"{shown}: is not read; flatout downloads from {known}; or give a local path")
     if urllib.parse.urlsplit(url).username is not None:
         raise InputError(
             f"{shown}: a password in a URL ends up in recipes and reports; put it into ~/.netrc "
             "(machine HOST login USER password PASSWORD) and remove it from the URL"
         )
-    server = _Server(url)
+    server = _Server(url if scheme in _WEB else url.rstrip("/"))
     name, files = server.list_files()
-    key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
+    key = combined_digest(
+        [server.url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)]
+    )
     target = cache_folder() / "remote" / key
     with making(target, "downloading this data", report):
         if target.exists():
-            report.note(f"{shown}: unchanged since it was downloaded into the cache")
+            report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
         else:
             _download(server, name, files, target, report)
         with contextlib.suppress(OSError):  # only records the last use
@@ -230,12 +231,11 @@ class _Server:
             files = self._list_one(self.url)
             name = PurePosixPath(files[0].name).parts[0]
         paths = [PurePosixPath(file.name) for file in files]
+        counts = Counter(paths)
         for file, path in zip(files, paths, strict=True):
-            if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
-                raise InputError(f"{self.shown}: {file.name!r} cannot be the name of a local file; rename it there")
-        if len(set(paths)) < len(paths):
-            fix = "rename them there, or give their folder"
-            raise InputError(f"{self.shown}: several files there would get the same local name; {fix}")
+            is_strange = printable(file.name) != file.name or re.search(r"[\x00-\x1f]", file.name)
+            if is_strange or path.is_absolute() or ".." in path.parts or counts[path] > 1:
+                raise InputError(f"{self.shown}: {file.name!r} cannot be the name of one local file; rename it there")
         return name, files
 
     def _list_one(self, url: str) -> list[_RemoteFile]:
