@@ -107,7 +107,7 @@ BAD = np.zeros((6, 5, 4))
         ((IMAGES, LABELS[:5]), "train has 6 images but 5 labels"),
         ((IMAGES.reshape(6, 20), LABELS), r"images of shape \(6, 20\); give \[N, H, W\]"),
         ((np.zeros((6, 3, 5, 3), np.uint8), LABELS), "channels may be first or last"),
-        ((BAD + np.nan, LABELS), "not finite"),
+        ((BAD + np.nan, LABELS), "pixels run from nan to nan"),
         ((BAD - 0.5, LABELS), "pixels run from -0.5 to -0.5; scale them to 0..1 or 0..255"),
         ((BAD + 1.5, LABELS), "must be whole numbers"),
         ((BAD.astype(np.complex64), LABELS), "images of type complex64"),

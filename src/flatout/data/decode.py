@@ -149,11 +149,7 @@ def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize:
 
 
 def read_header(path: ImageBytes | bytes) -> ImageHeader:
-    """Return the header of an image file, a part of a container, or bytes, without decoding the image.
-
-    Raises:
-        BadImage: the file cannot be read, is not an image, or too large.
-    """
+    """Return the header of an image file, a part of a container, or bytes; raises BadImage."""
     if not isinstance(path, bytes | Path):
         path = read_file(path)
     start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
@@ -169,9 +165,8 @@ def read_header(path: ImageBytes | bytes) -> ImageHeader:
             # Some versions of Pillow have already transposed the size, for TIFF images only.
             size = (tags[_WIDTH], tags[_HEIGHT]) if (tags := getattr(image, "tag_v2", None)) else image.size
             width, height = _turned(*size, _orientation_of(image))
-            is_deep = image.mode.startswith("I")
-            channels = 1 if is_deep or image.mode in ("1", "L", "LA", "La") else 3
-            bits = 16 if is_deep else 8
+            bits = 16 if image.mode.startswith("I") else 8
+            channels = 1 if bits == 16 or image.mode in ("1", "L", "LA", "La") else 3
             return ImageHeader(width=width, height=height, mode=image.mode, channels=channels, bits=bits)
 
 

@@ -54,18 +54,11 @@ def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.nd
 
 
 def value_range(low: float, high: float, where: object, *, signed: bool = False) -> tuple[float, float]:
-    """Return the range of pixels from `low` to `high`: 0..1, 0..255 or (if `signed`) -1..1.
-
-    Raises:
-        InputError: the values are not finite, or fit no range.
-    """
-    if not np.isfinite((low, high)).all():
-        raise InputError(f"{where}: pixels hold values that are not finite numbers (NaN or infinity)")
+    """Return the range of pixels from `low` to `high`: 0..1, 0..255 or (if `signed`) -1..1; else raise InputError."""
     for bottom, top in (UNIT, SIGNED, BYTES) if signed else (UNIT, BYTES):
         if bottom <= low and high <= top:
             return bottom, top
-    ranges = "0..1, -1..1 or 0..255" if signed else "0..1 or 0..255"
-    raise InputError(f"{where}: pixels run from {low:g} to {high:g}; scale them to {ranges}")
+    raise InputError(f"{where}: pixels run from {low:g} to {high:g}; scale them to 0..1 or 0..255")
 
 
 def range_of(images: np.ndarray, where: object) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flatout.config import Data
 from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
-from flatout.data.labels import count_classes, read_labels
+from flatout.data.labels import count_classes, first_few, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
@@ -143,12 +143,10 @@ class ImageDataset:
         start, stop = self.splits["train"]
         had = count_classes(self.labels[start:stop], len(self.classes))
         left = count_classes(self.labels[start:stop][is_good[start:stop]], len(self.classes))
-        for label in np.flatnonzero((had > 0) & (left == 0)).tolist():
-            is_of_class = self.labels[:, label] > 0 if self.labels.ndim == 2 else self.labels == label
-            index = next(i for i in sorted(bad) if start <= i < stop and is_of_class[i])
+        if len(lost := np.flatnonzero((had > 0) & (left == 0))):
+            what = f"all training images of class {self.classes[lost[0]]!r} are bad"
             raise InputError(
-                f"{self.path}: all {had[label]:,} training images of class {self.classes[label]!r} are bad; repair "
-                f"them (such as {self.files[index]}: {bad[index]})"
+                f"{self.path}: {what}; repair them ({first_few(f'{self.files[i]}: {bad[i]}' for i in bad)})"
             )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}

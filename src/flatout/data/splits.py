@@ -144,21 +144,14 @@ def split_by_labels(
         parts = min(len(np.unique(units)), GROUP_PARTS)
         wanted = min(max(1, round(fraction * parts)), parts - 1) if fraction else 0
         is_taken = divide(labels, parts, seed, units) <= wanted
-        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
-    if copies is not None:
-        first, number = _first_of(copies)
-        _, taken = split_by_labels(labels[first], fraction, seed, stream=stream)
-        is_taken = np.isin(number, taken)
-        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
-    if labels.ndim == 2:
+    elif copies is not None:
+        _, first, number = np.unique(copies, return_index=True, return_inverse=True)
+        is_taken = np.isin(number, split_by_labels(labels[first], fraction, seed, stream=stream)[1])
+    elif labels.ndim == 2:
         return iterative_split(labels, fraction, seed, stream=stream)
-    return stratified_split(_strata(labels), fraction, seed, stream=stream)
-
-
-def _first_of(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first sample of each set of copies, and the set of each sample."""
-    _, first, number = np.unique(copies, return_index=True, return_inverse=True)
-    return first, number
+    else:
+        return stratified_split(_strata(labels), fraction, seed, stream=stream)
+    return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
 
 
 def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
@@ -187,8 +180,7 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
 
     round(fraction * N) samples are taken. Each class contributes its share rounded down; the classes with the largest
     remainders contribute one more, with ties decided by the seed. One sample of each class is always kept, so fewer may
-    be taken where classes are tiny. The result depends on the arguments alone, on every machine and NumPy version;
-    `stream`, the split that the samples are taken for, makes the choices of several splits independent.
+    be taken where classes are tiny. `stream`, the split that the samples are taken for, makes the choices independent.
     """
     assert 0 <= fraction < 1
     counts_K = np.bincount(labels_N)
@@ -266,7 +258,7 @@ def divide(
     if groups is not None:
         units, members = np.unique(_joined(groups, copies), return_inverse=True)[1], "groups of data.group_column"
     elif copies is not None and len(np.unique(copies)) < len(labels):
-        first, number = _first_of(copies)
+        _, first, number = np.unique(copies, return_index=True, return_inverse=True)
         return divide(labels[first], count, seed)[number]
     total = int(units.max()) + 1
     if total < count:

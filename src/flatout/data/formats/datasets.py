@@ -297,10 +297,9 @@ def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     or a tuple (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
-    splits, names = {name: _read_items(part, name) for name, part in parts.items()}, _names_of(parts["train"])
-    parts = {name: part for name, part in parts.items() if _is_map_style(part)}
+    splits = {name: _read_items(part, name) for name, part in parts.items()}
     notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
-    return assemble(TORCH_KIND, None, splits, names=names, notes=notes, task=task)
+    return assemble(TORCH_KIND, None, splits, names=_names_of(parts["train"]), notes=notes, task=task)
 
 
 def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
@@ -343,8 +342,8 @@ def _pair(item: Any, where: str) -> tuple[Any, Any]:
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:
-    again = (_to_pixels(_pair(dataset[i], f"item {i}")[0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
-    return any(not np.array_equal(image, images[i]) for i, image in enumerate(again))
+    count = min(_READ_TWICE, len(images)) if _is_map_style(dataset) else 0
+    return any(not np.array_equal(_to_pixels(_pair(dataset[i], "")[0], ""), images[i]) for i in range(count))
 
 
 def _to_pixels(image: Any, where: str) -> np.ndarray:

@@ -119,7 +119,7 @@ def expand_braces(path: Path) -> list[Path]:
 
 
 def _choices(text: str) -> list[str]:
-    """Return what braces stand for; of a long range, one name more than permitted."""
+    """Expand one pair of braces; of a long range, one name more than permitted."""
     if not (match := _RANGE.fullmatch(text)):
         return text.split(",")
     first, last = int(match[1]), int(match[2])
