@@ -154,7 +154,6 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
-    """Return the user's pack; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
     has = {
         "image_size": shown(collapse_size((height, width))),
@@ -246,7 +245,6 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
 
 
 def _open_cached(target: Path, report: Progress) -> Pack | None:
-    """Return the cached pack if it exists; only complete packs do."""
     try:
         if not target.exists():
             return None

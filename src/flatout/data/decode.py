@@ -408,7 +408,6 @@ def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
 
 
 def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
-    """Return an image after reading and checking its header only."""
     if _HEIF.match(start):
         with suppress(ImportError):
             import pillow_heif  # pyright: ignore[reportMissingImports]

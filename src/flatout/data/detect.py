@@ -128,7 +128,6 @@ class _ArchiveReader:
 
 
 def _content(folder: Path) -> list[Path]:
-    """List a folder of an archive, without files such as a README."""
     return [entry.path for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
@@ -156,7 +155,6 @@ def _read_pack(path: Path) -> ImageDataset:
 
 
 def _explain(path: Path) -> str:
-    """Describe a path without a known format, and what to do."""
     files = [entry.name for entry in folders.visible(path)] if path.is_dir() else [path.name]
     if archive := next((name for name in files if name.lower().endswith(_ARCHIVES)), ""):
         return f"holds the archive {archive}, which is not read here; give its path, or unpack it and give the folder"

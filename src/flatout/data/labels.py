@@ -258,7 +258,6 @@ def _with_lines(values: list[Any]) -> list[Any]:
 
 
 def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
-    """Convert `DistinctLabels`, or rows of 0 and 1, to the labels of a task."""
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":

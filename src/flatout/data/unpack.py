@@ -86,7 +86,6 @@ def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
 
 
 def _publish(path: Path, entry: Path, report: Progress) -> None:
-    """Write the content to a temporary folder, then rename it."""
     total = path.stat().st_size  # the least, if a tar archive is compressed
     if path.suffix.lower() == ".zip":
         with reading(path), zipfile.ZipFile(path) as archive:

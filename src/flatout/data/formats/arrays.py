@@ -83,8 +83,6 @@ def _of_pairs(
     class_list: Path | None,
     options: ReadOptions,
 ) -> DataSource:
-    """Return the data in split -> (file of images, file of labels)."""
-
     def read_all() -> ImageDataset:
         splits = {split: (read(images), read(labels)) for split, (images, labels) in pairs.items()}
         return _assemble(
@@ -329,8 +327,6 @@ class _Shallow:
 
 
 class _Pair:
-    """The images and labels of a split, as they are read."""
-
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.labels, self.count = name, list[Any](), 0
         self._path, self._values, self._length = path, bytearray(), 0

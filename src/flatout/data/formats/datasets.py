@@ -141,8 +141,6 @@ class Cell:
 
 
 class _Table:
-    """A Parquet or Arrow file, and its labels."""
-
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.path, self._arrow, self._stored_once = path, None, list[str]()
         try:
@@ -165,7 +163,6 @@ class _Table:
             raise InputError(f"{path}: is damaged: {self._starts[-1]:,} images but {len(self.labels):,} labels")
 
     def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
-        """Read the rows of each row group, and the labels."""
         with pq.ParquetFile(self.path) as file:
             schema, about, size = file.schema_arrow, file.metadata, self.path.stat().st_size
             self._choose_columns(schema, options)
@@ -303,7 +300,6 @@ def from_dataset(data: object, task: str = "auto") -> ImageDataset:
 
 
 def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
-    """Read the images [N, H, W, C] and the labels of a data set."""
     length = max(1, len(dataset)) if _is_map_style(dataset) else _FIRST_GUESS
     items = (dataset[i] for i in range(len(dataset))) if _is_map_style(dataset) else iter(dataset)
     images = np.empty((0, 1, 1, 1), dtype=np.uint8)
@@ -347,7 +343,6 @@ def _is_random(dataset: Any, images: np.ndarray) -> bool:
 
 
 def _to_pixels(image: Any, where: str) -> np.ndarray:
-    """Convert one image to uint8 or uint16 [H, W, C]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):  # PIL
         if image.mode in ("I", "F"):
             raise InputError(f"{where} has 32 bits per pixel (mode {image.mode}); convert it to L, I;16 or RGB")

@@ -136,7 +136,6 @@ def _split_folders(path: Path) -> dict[str, Path]:
 
 
 def _has_class_folders(folder: Path) -> bool:
-    """Whether there are several folders, or one folder and no images."""
     below = len(_folders(folder))
     return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
 

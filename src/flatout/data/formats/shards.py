@@ -360,7 +360,6 @@ def _features(record: bytes) -> _Features:
 
 
 def _int64s(record: bytes, place: slice) -> Iterator[int]:
-    """Yield the values of an Int64List, packed or not."""
     for number, value in fields(record, place):
         if number != 1:
             continue

@@ -114,7 +114,6 @@ def _reference(
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    """Whether the first row of a CSV file names an image that exists."""
     text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
         columns = _find_columns(text, locator, "train", options)
@@ -196,7 +195,6 @@ class _TextFile:
         return [line for line, _ in self._rows()]
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield line number and cells of each row."""
         text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8", newline="")
         if self._suffix == ".jsonl":
             yield from self._json_rows(text)
@@ -363,7 +361,6 @@ class _Locator:
         return [self._folder, *(entry.path for entry in named if entry.is_dir())]
 
     def _folders(self, parent: str, split: str) -> list[str]:
-        """List the folders that the parent of a path may mean."""
         return [str(base / parent) for base in self._bases(split) if self._is_inside(base / parent, split)]
 
     def _is_inside(self, path: Path, split: str) -> bool:
