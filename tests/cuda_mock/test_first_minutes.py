@@ -34,12 +34,13 @@ def test_each_part_writes_its_figures(tmp_path: Path) -> None:
     for before, count in {"train-": 2048, "t10k-": 256}.items():
         images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         write_idx(data, images, (np.arange(count) % 10).astype(np.uint8), before)
-    options = ("--rehearse", "--parts", "1,2,3,4", "--data", f"fashion-mnist={data}")
-    printed, lines = measure(out, environment, *options)
+    printed, lines = measure(out, environment, "--rehearse", "--data", f"fashion-mnist={data}")
     ended = [line["part"] for line in lines if line["name"] == "part"]
-    assert ended == ["machine", "tests", "command", "fashion-step"]
+    assert ended == ["machine", "tests", "command", "fashion-step", "resnet50", "fast-cnn", "recovery"]
     wrong = [line for line in lines if "error" in line]
     assert not wrong, (out / "log.txt").read_text()[-4000:]
+    steps = [line for line in lines if line["part"] == "resnet50" and "graph" in line["name"]]
+    assert steps and all(line["is_recorded"] for line in steps)
     (command,) = (line for line in lines if line["name"] == "flatout train")
     assert command["process_seconds"] > 0
     assert "images_per_second" in printed
