@@ -220,7 +220,6 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
 
 
 def _suggestion(source: ImageDataset, error: LabelError) -> dict[str, Any]:
-    """Return the columns of label-errors.csv, with the image's index and name."""
     split, name = source.split_of(error.index), name_of(source, error.index)
     given, suggested = source.classes[error.given], source.classes[error.suggested]
     values = (name, split, error.index - source.splits[split][0], given, suggested, round(error.confidence, 4))

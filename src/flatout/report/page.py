@@ -249,8 +249,7 @@ def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[
 
 
 def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    """Return the most frequent mistakes; none if the confusion matrix shows the numbers."""
-    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:
+    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:  # the confusion matrix shows the numbers
         return []
     return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
 
@@ -276,7 +275,6 @@ def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
 
 
 def _prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return a row for each coverage of prediction sets, with the columns `SET_COLUMNS`."""
     found = (summary.get("trust") or {}).get("prediction_sets") or ()
     keys = {"coverage", "covered", "single", "mean_size"}
     return [

@@ -214,7 +214,6 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
 
 
 def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
-    """Mark the epochs with a value that is not a number, and the one whose weights were kept."""
     rows = [(line["epoch"], [line.get(f"{split}_{quantity}") for split in LINES]) for line in metrics]
     broken = [epoch for epoch, row in rows if any(isinstance(v, float) and not math.isfinite(v) for v in row)]
     if broken:
