@@ -103,8 +103,8 @@ def test_an_onnx_file_takes_images_of_any_size_and_describes_itself(run: flatout
     ("words", "message"),
     [
         (["--out", "taken.onnx"], "taken.onnx: exists"),
-        (["--out", "model.bin"], "--format is missing"),
-        (["--out", "model.bin", "--format", "onnx"], "must end in .onnx"),
+        (["--out", "model.bin"], "model.bin: must end in .onnx (--format onnx) or .pt2"),
+        (["--out", "model.pt2", "--format", "onnx"], "not --format onnx"),
         (["--out", "model.pt2", "--precision", "fp16"], "--precision fp16: is for --format onnx"),
         (["--out", "model.onnx", "--data", "nowhere"], "nowhere"),
     ],

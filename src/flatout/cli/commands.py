@@ -86,7 +86,7 @@ def size_of(text: str, flag: str = "--size") -> Size:
     "[JOB]",
     "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
     " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine"
-    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts --hang-timeout",
+    " --nodes --rendezvous --rendezvous-timeout --restarts --hang-timeout",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
 )
@@ -105,7 +105,7 @@ def do_train(args: Namespace, console: Console) -> None:
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     options = Options(
         out=args.out,
-        hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
+        hosts=Hosts(nodes=args.nodes, rendezvous=args.rendezvous, **timeout),
         restarts=args.restarts,
         hang_timeout=args.hang_timeout,
         minutes=args.minutes,

@@ -97,7 +97,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--price": {"type": float, "metavar": "X", "help": "of one chip or GPU for an hour; adds the cost of the job"},
     "--largest-batch": {"action": "store_true", "help": "search for the largest batch that fits the TPUs"},
     "--nodes": {"default": "1", "metavar": "N|MIN:MAX", "help": "hosts (1); MIN:MAX continues without lost ones"},
-    "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
     "--hang-timeout": {

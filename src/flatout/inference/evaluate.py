@@ -247,27 +247,19 @@ def _predictions(files: RunFiles) -> Predictions:
 
 
 def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
-    """Raise InputError unless the predictions are for the same images, with the same labels."""
+    """Raise InputError unless the predictions are for the same images, with the same labels and classes."""
     a, b = saved
-    both = f"{runs[0]} and {runs[1]}: cannot be compared"
-    fix = "compare runs with the same test data"
-    for what, found in (
-        ("task", [one.summary.get("task") for one in files]),
-        ("split", [one.split for one in saved]),
-        ("number of images", [len(one.labels) for one in saved]),
-    ):
-        if found[0] != found[1]:
-            raise InputError(f"{both}: {what} is {found[0]} in the first, {found[1]} in the second; {fix}")
-    if files[0].summary.get("classes") != files[1].summary.get("classes"):
-        raise InputError(f"{both}: their classes differ; {fix}")
-    is_same = np.array_equal(a.labels, b.labels)
+    is_same_image = np.array_equal(a.labels, b.labels)
     if a.row is not None and b.row is not None:
-        is_same &= np.array_equal(a.row, b.row)
+        is_same_image &= np.array_equal(a.row, b.row)
     if a.brightness is not None and b.brightness is not None:
-        is_same &= _look_alike(a.brightness, b.brightness)
-    if not is_same:
+        is_same_image &= len(a.brightness) == len(b.brightness) and _look_alike(a.brightness, b.brightness)
+    same = {key: files[0].summary.get(key) == files[1].summary.get(key) for key in ("task", "classes")}
+    same |= {"split": a.split == b.split, f"{a.split} images": is_same_image}
+    if different := [name for name, is_same in same.items() if not is_same]:
         raise InputError(
-            f"{both}: their {a.split} images are not the same; {fix}, and the same seed if it is split off"
+            f"{runs[0]} and {runs[1]}: cannot be compared: not the same {', '.join(different)}; compare runs with the "
+            "same test data, and the same seed if it is split off"
         )
 
 
