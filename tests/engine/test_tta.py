@@ -1,6 +1,5 @@
 """Test-time augmentation on both engines, against views moved and averaged by hand in NumPy."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import flatout
 from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.data.batches import Split
-from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
 from tests.engine.engines import make_engine
-from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
 from tests.engine.test_prefix import frozen_net
 
@@ -91,37 +88,14 @@ def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
     assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
 
 
-def of_ranks(world: World) -> Any:
-    engine = TorchEngine(make_net(), make_recipe(), world=world)
-    result = engine.place(make_samples()).evaluate(with_probabilities=True, tta=True)
-    engine.close()
-    return result.loss_sum, result.predicted, result.probabilities
-
-
-def test_ranks_share_the_images() -> None:
-    ((loss, predicted, probabilities),), both = on_ranks(1, of_ranks), on_ranks(2, of_ranks)
-    for found in both:
-        assert found[0] == pytest.approx(loss)
-        assert (found[1] == predicted).all()
-        np.testing.assert_allclose(found[2], probabilities, atol=1e-6)
-
-
 def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(2)
     labels = np.arange(60) % 2
     images = np.clip(rng.normal(90 + 60 * labels[:, None, None], 60, (60, 16, 16)), 0, 255).astype(np.uint8)
     np.savez(tmp_path / "images.npz", images=images, labels=labels)
-    keys: dict[str, Any] = {
-        "model": "keras-cnn",
-        "epochs": 1,
-        "batch_size": 10,
-        "image_size": 18,
-        "augment": {"flip": True},
-    }
-    for name, tta in (("with", True), ("without", False)):
-        data, out = tmp_path / "images.npz", tmp_path / name
-        flatout.fit(data=data, out=out, devices="cpu", quiet=True, tta=tta, **keys)
-    run, plain = flatout.load(tmp_path / "with"), flatout.load(tmp_path / "without")
+    keys: dict[str, Any] = {"epochs": 1, "batch_size": 10, "image_size": 18, "augment": {"flip": True}}
+    keys |= {"data": tmp_path / "images.npz", "devices": "cpu", "quiet": True}
+    run, plain = (flatout.fit("keras-cnn", out=tmp_path / str(tta), tta=tta, **keys) for tta in (True, False))
     assert (run.summary["tta"], plain.summary["tta"]) == (True, False)
     assert "test-time augmentation: evaluated on 6 views of each image" in run.summary["notes"]
     assert run.summary["test_loss"] != plain.summary["test_loss"]
@@ -132,8 +106,5 @@ def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest
     assert views == [p.probabilities for p in run.predict(given)]
     assert views != [p.probabilities for p in plain.predict(given)]
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--tta"]) == 0
+    assert main(["evaluate", str(plain.path), "--devices", "cpu", "--tta"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(", with test-time augmentation")
-    np.save(tmp_path / "one.npy", images[0])
-    assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tta"] is False

@@ -29,12 +29,12 @@ def random_labels(seed: int, count: int = 200, classes: int = 6) -> tuple[np.nda
 
 
 @pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_several_labels_are_measured_as_scikit_learn_does(seed: int) -> None:
     from sklearn.metrics import average_precision_score, f1_score, precision_recall_fscore_support
 
     probabilities, labels = random_labels(seed)
-    if seed == 3:
+    if seed == 1:
         labels[:, 2] = 0  # a class without images
     task = SEVERAL.tuned(probabilities, labels)
     found, answers = task.metrics(probabilities, labels), task.decided(probabilities)
@@ -92,12 +92,7 @@ def task_with(threshold: float):
     return task_of(RECIPE.override({"task": "multi-label"}), (threshold,))
 
 
-def test_huber_and_the_average_over_views_are_torchs() -> None:
-    logits = torch.linspace(-3, 3, 13)[:, None]
-    targets = torch.zeros(13)
-    huber = task_of(RECIPE.override({"task": "regression", "loss": "huber"}))
-    expected = torch.nn.functional.huber_loss(logits[:, 0], targets, reduction="none")
-    torch.testing.assert_close(huber.per_sample(logits, targets), expected)
+def test_views_are_averaged_as_probabilities_or_numbers() -> None:
     views = torch.randn(3, 5, 4)
     torch.testing.assert_close(SEVERAL.averaged(views).sigmoid(), views.sigmoid().mean(0))
     torch.testing.assert_close(NUMBERS.averaged(views[..., :1]), views[..., :1].mean(0))
