@@ -174,7 +174,7 @@ def _write_onnx(run: "Run", path: Path, console: Console) -> None:
     from flatout.inference.export import formats, verify
 
     try:
-        predict = formats.write_onnx(run, path, "fp32", ())
+        predict = formats.write_onnx(run, path, "fp32")
         verify.check_on_noise(run, predict)
     except InputError as error:
         path.unlink(missing_ok=True)
