@@ -303,9 +303,8 @@ def train(folder: Path, rank: str, *options: str, devices: str = "2xcpu") -> tup
         check=False,
     )
     assert file.exists(), done.stderr
-    left = eventually(lambda: not marked(mark))
+    assert eventually(lambda: not marked(mark))
     assert "restarts" in str(options) or time.time() - file.stat().st_mtime < END_SECONDS
-    assert left
     return done.returncode, done.stderr
 
 

@@ -201,18 +201,25 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     Raises:
         InputError: a folder is not a run, has no predictions, or has those of other images.
     """
+    from scipy.stats import wilcoxon
+
     runs = (first, second)
     if first.resolve() == second.resolve():
         raise InputError(f"{first} and {second}: are the same run; name two")
     files = [read_run(run) for run in runs]
-    saved = [_predictions(one) for one in files]
+    saved: list[Predictions] = []
+    for one in files:
+        if one.predictions is None:
+            raise InputError(f"{one.run}: has no predictions to compare. {one.missing.get(PREDICTIONS, '')}")
+        saved.append(one.predictions)
     _check_same(runs, files, saved)
     task, a = task_named(files[0].summary.get("task")), saved[0]
     found = {"runs": [str(run) for run in runs], "task": task.name, "split": a.split, "count": len(a.labels)}
     right = [task.is_right(one.predicted, one.labels) for one in saved]
     if right[0] is None or right[1] is None:
         errors = [np.abs(one.predicted.astype(np.float64) - one.labels) for one in saved]
-        fewer, p_value = smaller_errors(*errors)
+        fewer = [int((errors[i] < errors[1 - i]).sum()) for i in (0, 1)]
+        p_value = float(wilcoxon(*errors).pvalue) if sum(fewer) else 1.0  # pyright: ignore
         found |= {"test": "Wilcoxon", "metric": "mae", "values": [float(e.mean()) for e in errors]}
         found |= {"only_right": None, "smaller_errors": fewer}
     else:
@@ -229,21 +236,6 @@ def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, f
 
     first, second = int((is_right & ~is_right_too).sum()), int((~is_right & is_right_too).sum())
     return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
-
-
-def smaller_errors(first: np.ndarray, second: np.ndarray) -> tuple[tuple[int, int], float]:
-    """Return how often each error is the smaller one, and the p-value of Wilcoxon's signed-rank test."""
-    from scipy.stats import wilcoxon
-
-    counts = int((first < second).sum()), int((second < first).sum())
-    return counts, float(wilcoxon(first, second).pvalue) if sum(counts) else 1.0  # pyright: ignore
-
-
-def _predictions(files: RunFiles) -> Predictions:
-    if files.predictions is None:
-        reason = files.missing.get(PREDICTIONS, "")
-        raise InputError(f"{files.run}: has no predictions to compare. {reason}")
-    return files.predictions
 
 
 def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
