@@ -274,7 +274,6 @@ class SingleLabel(Task):
         return functional.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
 
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return 1 if the prediction is right, else 0."""
         return (self.predicted(logits_BK) == targets).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
@@ -325,7 +324,6 @@ class SingleLabel(Task):
         return f"{correct:,} of {count:,} right" if correct is not None else ""
 
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """See `Task.losses_of`: cross-entropy."""
         return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
 
     def selection_metric(self, metrics: dict[str, float]) -> float:
@@ -459,7 +457,6 @@ class MultiLabel(Task):
         return logits_BK.float().sigmoid()
 
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        """See `Task.predicted`: the probabilities."""
         return self.probabilities(logits_BK)
 
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
@@ -604,7 +601,6 @@ class Regression(Task):
         return (0.5 * error.square()).where(size < 1, size - 0.5)
 
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the absolute errors."""
         return (logits_BK.float()[:, 0] - targets).abs() * self.label_std
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
@@ -641,14 +637,12 @@ class Regression(Task):
         return f"R² {explained:.3f}" if explained is not None else ""
 
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """See `Task.losses_of`: the absolute error."""
         return np.abs(probabilities[:, 0] - labels)
 
     def selection_metric(self, metrics: dict[str, float]) -> float:
         return -metrics["mae"]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
-        """Return the number."""
         return {"value": float(row[0])}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:

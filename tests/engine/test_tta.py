@@ -93,17 +93,10 @@ def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest
     labels = np.arange(60) % 2
     images = np.clip(rng.normal(90 + 60 * labels[:, None, None], 60, (60, 16, 16)), 0, 255).astype(np.uint8)
     np.savez(tmp_path / "images.npz", images=images, labels=labels)
-    keys: dict[str, Any] = {
-        "model": "keras-cnn",
-        "epochs": 1,
-        "batch_size": 10,
-        "image_size": 18,
-        "augment": {"flip": True},
-    }
-    for name, tta in (("with", True), ("without", False)):
-        data, out = tmp_path / "images.npz", tmp_path / name
-        flatout.fit(data=data, out=out, devices="cpu", quiet=True, tta=tta, **keys)
-    run, plain = flatout.load(tmp_path / "with"), flatout.load(tmp_path / "without")
+    keys: dict[str, Any] = {"epochs": 1, "batch_size": 10, "image_size": 18, "augment": {"flip": True}}
+    keys |= {"data": tmp_path / "images.npz", "devices": "cpu", "quiet": True}
+    run, plain = (flatout.fit("keras-cnn", out=tmp_path / str(tta), tta=tta, **keys) for tta in (True, False))
+    assert (run.summary["tta"], plain.summary["tta"]) == (True, False)
     assert "test-time augmentation: evaluated on 6 views of each image" in run.summary["notes"]
     with_views, without = (one.summary["test_loss"] for one in (run, plain))
     assert plain.evaluate(devices="cpu", tta=True)["test_loss"] == pytest.approx(with_views, rel=1e-6) != without
@@ -111,5 +104,5 @@ def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest
     views, alone = ([p.probabilities for p in plain.predict(images[:8], tta=tta)] for tta in (True, False))
     assert views == [p.probabilities for p in run.predict(images[:8])] != alone
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--tta"]) == 0
+    assert main(["evaluate", str(plain.path), "--devices", "cpu", "--tta"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(", with test-time augmentation")

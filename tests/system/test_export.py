@@ -19,8 +19,6 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX: pip install
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 USUAL: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": 32, "epochs": 2, "seed": 3}
-SHORT: dict[str, Any] = {**USUAL, "epochs": 1}
-LONG: dict[str, Any] = {**USUAL, "epochs": 4}
 DIGITS: Any = load_digits()
 IMAGES = (DIGITS.images * 15.9).astype(np.uint8)
 
@@ -103,8 +101,8 @@ def test_an_onnx_file_takes_images_of_any_size_and_describes_itself(run: flatout
     ("words", "message"),
     [
         (["--out", "taken.onnx"], "taken.onnx: exists"),
-        (["--out", "model.bin"], "--format is missing"),
-        (["--out", "model.bin", "--format", "onnx"], "must end in .onnx"),
+        (["--out", "model.bin"], "model.bin: must end in .onnx (--format onnx) or .pt2"),
+        (["--out", "model.pt2", "--format", "onnx"], "not --format onnx"),
         (["--out", "model.pt2", "--precision", "fp16"], "--precision fp16: is for --format onnx"),
         (["--out", "model.onnx", "--data", "nowhere"], "nowhere"),
     ],
@@ -189,26 +187,12 @@ NETS = {"fast-cnn-16": (28, 1), "timm:test_resnet": (32, 3), "timm:test_vit": (1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
-def test_classes_of_other_images_are_those_of_the_run(name: str, tmp_path: Path) -> None:
+def test_networks_are_exported_and_verified(name: str, tmp_path: Path) -> None:
     size, channels = NETS[name]
     data = saved(tmp_path / "data.npz", *patterns(160, (size, size), channels))
-    run = flatout.fit(
-        name,
-        data,
-        out=tmp_path / "run",
-        image_size=size,
-        channels=channels,
-        **SHORT,
-        tta=True,
-        valid_fraction=0.2,
-    )
+    options: dict[str, Any] = {**USUAL, "epochs": 1, "tta": True, "image_size": size, "channels": channels}
+    run = flatout.fit(name, data, out=tmp_path / "run", **options)
     assert run.export(tmp_path / "model.onnx").equal_labels == 1.0
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    images, _ = patterns(300, (size, size), channels)
-    for start in range(0, len(images), 50):
-        part = images[start : start + 50]
-        (probabilities,) = session.run(["probabilities"], {"images": part})
-        assert np.array_equal(probabilities.argmax(axis=1), run.probabilities(part).argmax(axis=1))
 
 
 # Each run differs from others in all that its name says; no two of these have anything to do with each other.
@@ -249,7 +233,7 @@ def test_every_kind_of_run_is_exported(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_smaller_numbers_cost_little_accuracy(tmp_path: Path) -> None:
     data = saved(tmp_path / "data.npz", *patterns(1200, (24, 24), 3))
-    run = flatout.fit("fast-cnn-16", data, out=tmp_path / "run", image_size=24, tta=False, **LONG)
+    run = flatout.fit("fast-cnn-16", data, out=tmp_path / "run", image_size=24, **USUAL | {"epochs": 4, "tta": False})
     full, half = (run.export(tmp_path / f"{p}.onnx", precision=p) for p in ("fp32", "fp16"))
     assert half.bytes < 0.65 * full.bytes
     assert half.run_metrics["accuracy"] > 0.9

@@ -224,24 +224,15 @@ def test_checkpoints_take_a_small_share_of_the_time(
     assert gaps.max() <= 2.0 / 0.05 + 8.0
 
 
-def test_resume_before_the_first_checkpoint_starts_from_the_beginning(
-    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    with at_image(48, kill), pytest.raises(Killed):
-        main(command(data, out))
-    assert resume(out) == 0
-    assert "nothing was saved yet: training starts from the beginning" in capsys.readouterr().out
-    assert_same(whole, out)
-
-
 def test_one_command_starts_and_continues_a_run(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, repeated = tmp_path / "run", command(data, tmp_path / "run", "--resume")
-    with at_image(112, kill), pytest.raises(Killed):
-        main(repeated)
+    for image in (48, 112):  # before and after the first checkpoint
+        with at_image(image, kill), pytest.raises(Killed):
+            main(repeated)
     assert main(repeated) == 0
+    assert "nothing was saved yet: training starts from the beginning" in capsys.readouterr().out
     assert_same(whole, out)
     assert main(["train", "digits", "--resume", "--out", str(out)]) == 2
     assert f"the run in {out} is not of digits" in capsys.readouterr().err

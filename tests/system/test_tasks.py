@@ -50,22 +50,6 @@ def saved(run: flatout.Run) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@pytest.fixture(scope="module", params=["multi-label", "regression"])
-def trained(
-    request: pytest.FixtureRequest, pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[flatout.Run, Pairs]:
-    """Return a run of a task without pictures, and its data."""
-    images, digits = pairs_of(300)
-    is_multi_label = request.param == "multi-label"
-    data = (images, present(digits) if is_multi_label else digits.sum(axis=1) / 2)
-    weights = "balanced" if is_multi_label else "none"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        run = fit(tmp_path_factory.mktemp("tasks") / "run", data, class_weights=weights)
-    assert run.recipe.task == request.param
-    return run, data
-
-
 @pytest.fixture(scope="module")
 def listed(pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with 300 images of pairs, and lists of their digits, and of the number that they form."""
@@ -108,9 +92,7 @@ def test_several_labels_from_a_csv_file(listed: Path, tmp_path: Path, capsys: py
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert [row["class"] for row in result["per_class"]] == list("0123456789")
     found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]["predictions"]
-    probability = run.probabilities(np.array(Image.open(listed / "images" / "7.png").resize((28, 28)))[None, ..., None])
     assert {row["class"] for row in found} <= set("0123456789")
-    assert probability.shape == (1, 10)
     page = (run.path / "report.html").read_text()
     assert "Mean average precision" in page
     assert "Precision, recall and F1" in page
@@ -142,15 +124,6 @@ def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.Ca
     assert "labels in train: " in capsys.readouterr().out
 
 
-def test_the_answers_do_not_depend_on_devices_and_engines(trained: tuple[flatout.Run, Pairs]) -> None:
-    run, data = trained
-    alone, other = (run.evaluate(data, devices=d, engine=e) for e, d in (("torch", "cpu"), ("xla", "8xcpu")))
-    assert other["per_class"] == alone["per_class"]
-    for key in alone.keys() - {"per_class", "devices", "engine"}:
-        is_number = isinstance(alone[key], int | float)
-        assert other[key] == (pytest.approx(alone[key], rel=1e-4) if is_number else alone[key]), key
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("task", ["multi-label", "regression"])
 def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
@@ -160,6 +133,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs],
     whole = fit(tmp_path / "whole", data, schedule=schedule)
     fit(tmp_path / "parts", data, schedule=schedule, epochs=1)
     parts = fit(tmp_path / "parts", data, schedule=schedule, resume=True)
+    assert parts.recipe.task == task
     first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
     assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
     assert first[1] == second[1]

@@ -43,15 +43,12 @@ def test_the_temperature_is_that_by_which_logits_are_too_large() -> None:
 
 
 def test_the_calibration_error_is_that_of_a_plain_loop() -> None:
-    logits, labels = answers_of(0, 500, 4, scale=2.0)
-    probabilities = np.exp(calibration.log_softmax(logits))
-    confidence, is_right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    confidence, chance = np.random.default_rng(0).random((2, 500))
+    is_right = chance < 0.5
     expected = 0.0
-    for number in range(calibration.BINS):
-        low, high = number / calibration.BINS, (number + 1) / calibration.BINS
-        inside = (confidence >= low) & (confidence < high)
-        if inside.any():
-            expected += inside.mean() * abs(is_right[inside].mean() - confidence[inside].mean())
+    for low in np.arange(calibration.BINS) / calibration.BINS:
+        inside = (confidence >= low) & (confidence < low + 1 / calibration.BINS)
+        expected += inside.mean() * abs(is_right[inside].mean() - confidence[inside].mean())
     assert calibration.calibration_error(calibration.reliability(confidence, is_right)) == pytest.approx(expected)
 
 
@@ -67,7 +64,6 @@ def test_sets_have_the_wanted_coverage_over_20_seeds(classes: int) -> None:
         assert found.temperature == pytest.approx(3, rel=0.5)
         for coverage, shares in covered.items():
             inside = found.in_set(logits[1000:], coverage)
-            assert inside is not None
             shares.append(inside[np.arange(500), labels[1000:]].mean())
     assert {c: np.mean(shares) for c, shares in covered.items()} == pytest.approx({c: c for c in covered}, abs=0.02)
 
@@ -76,13 +72,6 @@ def evaluation(logits: np.ndarray, labels: np.ndarray) -> Any:
     from flatout.engine.base import Evaluation
 
     return Evaluation(task=ONE, loss_sum=0.0, predicted=labels, labels=labels, probabilities=None, logits=logits)
-
-
-def test_few_calibration_images_give_no_high_coverage() -> None:
-    thresholds = calibration.set_thresholds(*answers_of(0, 30, 3))
-    assert calibration.set_threshold(thresholds, 0.9) is not None
-    assert calibration.set_threshold(thresholds, 0.99) is None
-    assert calibration.highest_coverage(thresholds) == pytest.approx(0.967)
 
 
 def test_images_far_from_all_classes_are_unknown() -> None:
@@ -193,7 +182,7 @@ def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.Capt
         assert main(words) == 0
         assert sum(text.count("known.safetensors is missing") for text in capsys.readouterr()) == 1
     (run.path / "moved").rename(run.path / "known.safetensors")
-    for coverage, reason in (("1.5", "must be from"), ("0.999", "too high for the 180 validation images")):
+    for coverage, reason in (("1.5", "must be from 0.5 to 0.994"), ("0.999", "the 180 validation images")):
         assert main(["predict", str(run.path), "x.png", "--coverage", coverage]) == 2
         assert reason in capsys.readouterr().err
 
@@ -220,7 +209,7 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert main(["compare", first, str(other)]) == 2
     assert "has no predictions to compare" in capsys.readouterr().err
     np.savez(other / "predictions.npz", **(content | {"brightness": content["brightness"][::-1]}))
-    for wrong, reason in ((other, "test images are not the same"), (f"{first}/../first", "are the same run")):
+    for wrong, reason in ((other, "not the same test images"), (f"{first}/../first", "are the same run")):
         assert main(["compare", first, str(wrong)]) == 2
         assert reason in capsys.readouterr().err
 
@@ -234,4 +223,4 @@ def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, c
     assert run.summary["trust"] is None
     assert any("no validation images: probabilities are not calibrated" in note for note in run.summary["notes"])
     assert main(["predict", str(run.path), "x.png", "--coverage", "0.9"]) == 2
-    assert "too few validation images" in capsys.readouterr().err
+    assert "has no prediction sets" in capsys.readouterr().err

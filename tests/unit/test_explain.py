@@ -50,13 +50,12 @@ def test_only_what_speaks_for_an_answer_counts(images: torch.Tensor):
     assert not model.features._forward_hooks
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
-def test_tokens_become_the_grid_of_their_patches(name: str):
+def test_tokens_become_the_grid_of_their_patches():
     import timm
 
     torch.manual_seed(0)
     sizes = {"img_size": (64, 96), "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 4}
-    model = timm.create_model(name, **sizes).eval()
+    model = timm.create_model("deit_tiny_distilled_patch16_224", **sizes).eval()
     images = torch.randn(2, 3, 64, 96)
     found = layer_cam(model, images, lambda logits: logits[:, 1])
     assert found.shape == (2, 64, 96)

@@ -29,12 +29,12 @@ def random_labels(seed: int, count: int = 200, classes: int = 6) -> tuple[np.nda
 
 
 @pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_several_labels_are_measured_as_scikit_learn_does(seed: int) -> None:
     from sklearn.metrics import average_precision_score, f1_score, precision_recall_fscore_support
 
     probabilities, labels = random_labels(seed)
-    if seed == 3:
+    if seed == 1:
         labels[:, 2] = 0  # a class without images
     task = SEVERAL.tuned(probabilities, labels)
     found, answers = task.metrics(probabilities, labels), task.decided(probabilities)
@@ -92,21 +92,15 @@ def task_with(threshold: float):
     return task_of(RECIPE.override({"task": "multi-label"}), (threshold,))
 
 
-def test_huber_and_the_average_over_views_are_torchs() -> None:
-    logits = torch.linspace(-3, 3, 13)[:, None]
-    targets = torch.zeros(13)
-    huber = task_of(RECIPE.override({"task": "regression", "loss": "huber"}))
-    expected = torch.nn.functional.huber_loss(logits[:, 0], targets, reduction="none")
-    torch.testing.assert_close(huber.per_sample(logits, targets), expected)
+def test_views_are_averaged_as_probabilities_or_numbers() -> None:
     views = torch.randn(3, 5, 4)
     torch.testing.assert_close(SEVERAL.averaged(views).sigmoid(), views.sigmoid().mean(0))
     torch.testing.assert_close(NUMBERS.averaged(views[..., :1]), views[..., :1].mean(0))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_split_has_the_same_share_of_every_label(seed: int, fraction: float) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_split_has_the_same_share_of_every_label(fraction: float) -> None:
+    rng = np.random.default_rng(1)
     labels = (rng.random((1000, 8)) < [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.9]).astype(np.uint8)
     kept, taken = split_by_labels(labels, fraction, 1, stream="valid")
     assert sorted([*kept, *taken]) == list(range(1000))
@@ -150,14 +144,14 @@ def test_a_recipe_that_makes_no_sense_is_refused(changes: dict, task: str, messa
         with_task(RECIPE.override(changes), task)
 
 
-def test_the_default_loss_stands_for_that_of_the_task() -> None:
-    for name, task in TASKS.items():
-        recipe = with_task(RECIPE, name)
-        assert (recipe.task, recipe.loss) == (name, task.losses[0])
-        assert with_task(recipe, name) == recipe
+@pytest.mark.parametrize(("name", "task"), TASKS.items())
+def test_the_default_loss_stands_for_that_of_the_task(name: str, task: Any) -> None:
+    recipe = with_task(RECIPE, name)
+    assert (recipe.task, recipe.loss) == (name, task.losses[0])
+    assert with_task(recipe, name) == recipe
 
 
-def test_answers_in_words(tmp_path: Path) -> None:
+def test_answers_in_words() -> None:
     classes, row = ["cat", "dog", "emu"], np.array([0.2, 0.9, 0.6], np.float32)
     assert ONE.answer(row, classes, 2)["classes"] == ("dog", "emu")
     tuned = task_of(RECIPE.override({"task": "multi-label"}), (0.1, 0.95, 0.6))

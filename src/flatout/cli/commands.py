@@ -93,7 +93,7 @@ def size_of(text: str, flag: str = "--size") -> Size:
     "[JOB]",
     "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
     " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine"
-    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts --hang-timeout",
+    " --nodes --rendezvous --rendezvous-timeout --restarts --hang-timeout",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
 )
@@ -111,7 +111,7 @@ def do_train(args: Namespace, console: Console) -> None:
     engine = engine_of(args)
     options = Options(
         **picked(args, "out restarts hang_timeout minutes devices resume overwrite"),
-        hosts=Hosts(**picked(args, "nodes node_rank rendezvous"), timeout=args.rendezvous_timeout),
+        hosts=Hosts(**picked(args, "nodes rendezvous"), timeout=args.rendezvous_timeout),
         began=began,
         engine=engine,
         cache=not args.no_cache,

@@ -66,7 +66,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--images": {"metavar": "DIR", "dest": "image_folder", "help": "the folder of the images that a CSV file lists"},
     "--price": {"type": float, "metavar": "X", "help": "of one chip or GPU for an hour; adds the cost of the job"},
     "--nodes": {"default": "1", "metavar": "N|MIN:MAX", "help": "hosts (1); MIN:MAX continues without lost ones"},
-    "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "default": 120.0, "metavar": "S", "help": "wait for all hosts (120)"},
     "--hang-timeout": {"type": float, "default": 300.0, "metavar": "S", "help": "end a rank without progress (300)"},

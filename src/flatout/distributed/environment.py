@@ -1,7 +1,6 @@
 """The ranks and hosts of a run, defined by environment variables (torchrun, Slurm, Kubernetes, Ray) and flags."""
 
 import os
-import socket
 from dataclasses import dataclass
 
 from flatout.utils.errors import InputError
@@ -94,37 +93,27 @@ class Hosts:
 
     Attributes:
         nodes: the number of hosts, `N` or `MIN:MAX`.
-        node_rank: the position of this host among them. None: the host with the rendezvous address is the first.
-        rendezvous: HOST:PORT of the first host; needed for several hosts.
+        rendezvous: HOST:PORT of the first host, which is the one with that address; needed for several hosts.
         timeout: seconds within which all must have joined.
     """
 
     nodes: str = "1"
-    node_rank: int | None = None
     rendezvous: str = ""
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
         parts = self.nodes.split(":")
-        if (
-            len(parts) > 2
-            or not all(part.isascii() and part.isdigit() for part in parts)
-            or not 1 <= self.least <= self.most
-        ):
+        are_numbers = all(part.isascii() and part.isdigit() for part in parts)
+        if len(parts) > 2 or not are_numbers or not 1 <= self.least <= self.most:
             raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.most:
-            raise InputError(
-                f"--node-rank {self.node_rank}: must be from 0 to {self.most - 1}, as there are {self.most} nodes"
-            )
         if not self.timeout > 0:
             raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
-        if self.most == 1:
-            return
-        if not self.rendezvous:
-            raise InputError(f"--nodes {self.nodes}: needs --rendezvous HOST:PORT, an address of the first host")
         host, _, port = self.rendezvous.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InputError(f"--rendezvous {self.rendezvous}: must be HOST:PORT, with a port from 1 to 65535")
+        if self.most > 1 and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise InputError(
+                f"--rendezvous {self.rendezvous}: --nodes {self.nodes} needs HOST:PORT, an address of the first host "
+                "and a port from 1 to 65535"
+            )
 
     @property
     def least(self) -> int:
@@ -135,11 +124,6 @@ class Hosts:
     def most(self) -> int:
         """The maximum number of hosts."""
         return int(self.nodes.split(":")[-1])
-
-    @property
-    def name(self) -> str:
-        """This host, for messages."""
-        return socket.gethostname() if self.node_rank is None else f"node {self.node_rank}"
 
     @property
     def address(self) -> tuple[str, int]:

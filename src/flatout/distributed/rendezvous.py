@@ -96,8 +96,6 @@ class SeveralHosts(Rendezvous):
         os.environ[_NO_SHARED_STORE] = "1"
         self._handler = self._torch_handler()
         self._store.add("came", 1)
-        if hosts.node_rank is not None:
-            self._store.set(f"node {hosts.node_rank}", "")
         nodes = self._store.compare_set("nodes", "", hosts.nodes).decode()
         if nodes != hosts.nodes:
             problem = f"hosts disagree on --nodes: {nodes} and {hosts.nodes}"
@@ -107,8 +105,6 @@ class SeveralHosts(Rendezvous):
 
     def _torch_handler(self) -> DynamicRendezvousHandler:
         hosts = self._hosts
-        # The first host's ranks are first, also after a restart: it has the run folder.
-        position = hosts.node_rank if hosts.node_rank is not None else 0 if self._is_server else hosts.most
         timeout = RendezvousTimeout(
             join=datetime.timedelta(seconds=hosts.timeout), last_call=datetime.timedelta(seconds=_LAST_CALL_SECONDS)
         )
@@ -118,7 +114,8 @@ class SeveralHosts(Rendezvous):
             C10dRendezvousBackend(self._store, self.get_run_id()),
             hosts.least,
             hosts.most,
-            f"{position:06d} {socket.gethostname()}",
+            # The first host's ranks are first, also after a restart: it has the run folder.
+            f"{int(not self._is_server)} {socket.gethostname()}",
             timeout,
             keep_alive_interval=1,
             keep_alive_max_attempt=_LOST_SECONDS,
@@ -147,7 +144,7 @@ class SeveralHosts(Rendezvous):
         # Ends waiting for hosts, here and elsewhere.
         self._is_ending = True
         with contextlib.suppress(RuntimeError, RendezvousError):  # the store, and so the run, has ended
-            self._store.compare_set("end", "", f"{self._hosts.name}: {reason}")
+            self._store.compare_set("end", "", f"{socket.gethostname()}: {reason}")
             # Another handler closes the rendezvous, as the agent's thread may be using its own.
             self._torch_handler().shutdown()
 
@@ -162,11 +159,7 @@ class SeveralHosts(Rendezvous):
         return ""
 
     def missing(self) -> str:
-        least = self._hosts.least
-        if self._hosts.node_rank is None:
-            return f"only {self._store.add('came', 0)} of {least} hosts came"
-        nodes = [str(node) for node in range(least) if not self._store.check([f"node {node}"])]
-        return f"node {', '.join(nodes)} did not come"
+        return f"only {self._store.add('came', 0)} of {self._hosts.least} hosts came"
 
     def leave(self) -> None:
         # The host with the store waits briefly for the others.
@@ -183,15 +176,8 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
     """Return the store, and whether this host serves it."""
     address, port = hosts.address
     where = f"--rendezvous {hosts.rendezvous}"
-    if not hosts.node_rank:
-        try:
-            return serve_store(address, port), True
-        except OSError as error:
-            if hosts.node_rank == 0 or isinstance(error, socket.gaierror):
-                raise InputError(
-                    f"{where}: this host cannot listen there: {error.strerror}; it must be a free port of an address "
-                    "of the host with --node-rank 0"
-                ) from None
+    with contextlib.suppress(OSError):  # the address of another host
+        return serve_store(address, port), True
     deadline = time.monotonic() + hosts.timeout
     while True:
         try:
@@ -201,7 +187,7 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
             if time.monotonic() > deadline - _RETRY_SECONDS:
                 raise InputError(
                     f"{where}: no answer in {hosts.timeout:g} s ({error.strerror or error}); start the host with that "
-                    "address (--node-rank 0), and make it reachable from this one"
+                    "address, and make it reachable from this one"
                 ) from None
         time.sleep(_RETRY_SECONDS)
     try:

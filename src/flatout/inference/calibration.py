@@ -157,8 +157,8 @@ def set_thresholds(logits: np.ndarray, labels: np.ndarray) -> list[float]:
 
 def set_threshold(thresholds: Sequence[float], coverage: float) -> float | None:
     """Return the threshold of a coverage, rounded up to the next 0.001; None if there is none."""
-    index = math.ceil(round((coverage - MIN_COVERAGE) * COVERAGE_STEPS, 6))
-    return thresholds[index] if 0 <= index < len(thresholds) else None
+    place = round((coverage - MIN_COVERAGE) * COVERAGE_STEPS, 6)
+    return thresholds[math.ceil(place)] if 0 <= place <= len(thresholds) - 1 else None
 
 
 def highest_coverage(thresholds: Sequence[float]) -> float:
@@ -272,13 +272,12 @@ class OODDetector:
         return replace(unset, threshold=float(scores[rank - 1]))
 
     def score(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray:
-        """Return the score of each image, float64 [N]; infinite where an output is not finite."""
-        if self.stats is None or features is None:
-            return self.score_at(logits, None)
-        return self.score_at(logits, self.stats.distances(features))
+        """Return `score_at` for features [N, F], if there are any."""
+        distances = None if self.stats is None or features is None else self.stats.distances(features)
+        return self.score_at(logits, distances)
 
     def score_at(self, logits: np.ndarray, distances: np.ndarray | None) -> np.ndarray:
-        """Return the same for `FeatureStats.distances`."""
+        """Return the score of each image, float64 [N]; infinite where an output is not finite."""
         parts = _ood_parts(logits, distances)
         scaled = [(part - c) / s for part, c, s in zip(parts, self.centre, self.scale, strict=True)]
         return np.nan_to_num(np.sum(scaled, axis=0), nan=np.inf, posinf=np.inf, neginf=np.inf)
@@ -393,13 +392,11 @@ class Calibration:
             return ""
         return f"{self.missing} is missing: unknown images are not recognised; copy it from the original run folder"
 
-    def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray | None:
-        """Return the prediction sets, bool [N, K].
-
-        None if there are too few validation images for the coverage.
-        """
+    def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray:
+        """Return the prediction sets, bool [N, K], of a coverage that has a threshold."""
         threshold = set_threshold(self.set_thresholds, coverage)
-        return None if threshold is None else nonconformity(logits / self.temperature) <= threshold
+        assert threshold is not None
+        return nonconformity(logits / self.temperature) <= threshold
 
     def figures(self, result: "Evaluation") -> dict[str, Any]:
         """Return `trust` of `summary.json` and `evaluate`, for images with known classes; see `docs/trust.md`.
@@ -417,25 +414,17 @@ class Calibration:
             confidence = np.exp(log_softmax(logits / temperature).max(axis=1))
             bins = reliability(confidence, is_right)
             found |= {f"ece_{name}": calibration_error(bins), f"reliability_{name}": bins}
-        found["prediction_sets"] = [
-            {"coverage": coverage, **_set_figures(inside, labels)}
-            for coverage in COVERAGES
-            if (inside := self.in_set(logits, coverage)) is not None
-        ]
+        found["prediction_sets"] = rows = []
+        for coverage in COVERAGES:
+            if set_threshold(self.set_thresholds, coverage) is not None:
+                inside = self.in_set(logits, coverage)
+                sizes, covered = inside.sum(axis=1), inside[np.arange(len(labels)), labels]
+                means = {"covered": covered, "mean_size": sizes, "single": sizes == 1}
+                rows.append({"coverage": coverage, **{name: float(each.mean()) for name, each in means.items()}})
         if self.detector is not None:
             is_unknown = self.detector.score_at(result.logits, result.features) > self.detector.threshold
             found["unknown"] = {"known_share": KNOWN_SHARE, "flagged": float(is_unknown.mean())}
         return found
-
-
-def _set_figures(inside: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    sizes = inside.sum(axis=1)
-    return {
-        "covered": float(inside[np.arange(len(labels)), labels].mean()),
-        "mean_size": float(sizes.mean()),
-        "empty": float((sizes == 0).mean()),
-        "single": float((sizes == 1).mean()),
-    }
 
 
 def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:

@@ -201,18 +201,25 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     Raises:
         InputError: a folder is not a run, has no predictions, or has those of other images.
     """
+    from scipy.stats import wilcoxon
+
     runs = (first, second)
     if first.resolve() == second.resolve():
         raise InputError(f"{first} and {second}: are the same run; name two")
     files = [read_run(run) for run in runs]
-    saved = [_predictions(one) for one in files]
+    saved: list[Predictions] = []
+    for one in files:
+        if one.predictions is None:
+            raise InputError(f"{one.run}: has no predictions to compare. {one.missing.get(PREDICTIONS, '')}")
+        saved.append(one.predictions)
     _check_same(runs, files, saved)
     task, a = task_named(files[0].summary.get("task")), saved[0]
     found = {"runs": [str(run) for run in runs], "task": task.name, "split": a.split, "count": len(a.labels)}
     right = [task.is_right(one.predicted, one.labels) for one in saved]
     if right[0] is None or right[1] is None:
         errors = [np.abs(one.predicted.astype(np.float64) - one.labels) for one in saved]
-        fewer, p_value = smaller_errors(*errors)
+        fewer = [int((errors[i] < errors[1 - i]).sum()) for i in (0, 1)]
+        p_value = float(wilcoxon(*errors).pvalue) if sum(fewer) else 1.0  # pyright: ignore
         found |= {"test": "Wilcoxon", "metric": "mae", "values": [float(e.mean()) for e in errors]}
         found |= {"only_right": None, "smaller_errors": fewer}
     else:
@@ -231,43 +238,20 @@ def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, f
     return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
 
 
-def smaller_errors(first: np.ndarray, second: np.ndarray) -> tuple[tuple[int, int], float]:
-    """Return how often each error is the smaller one, and the p-value of Wilcoxon's signed-rank test."""
-    from scipy.stats import wilcoxon
-
-    counts = int((first < second).sum()), int((second < first).sum())
-    return counts, float(wilcoxon(first, second).pvalue) if sum(counts) else 1.0  # pyright: ignore
-
-
-def _predictions(files: RunFiles) -> Predictions:
-    if files.predictions is None:
-        reason = files.missing.get(PREDICTIONS, "")
-        raise InputError(f"{files.run}: has no predictions to compare. {reason}")
-    return files.predictions
-
-
 def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
-    """Raise InputError unless the predictions are for the same images, with the same labels."""
+    """Raise InputError unless the predictions are for the same images, with the same labels and classes."""
     a, b = saved
-    both = f"{runs[0]} and {runs[1]}: cannot be compared"
-    fix = "compare runs with the same test data"
-    for what, found in (
-        ("task", [one.summary.get("task") for one in files]),
-        ("split", [one.split for one in saved]),
-        ("number of images", [len(one.labels) for one in saved]),
-    ):
-        if found[0] != found[1]:
-            raise InputError(f"{both}: {what} is {found[0]} in the first, {found[1]} in the second; {fix}")
-    if files[0].summary.get("classes") != files[1].summary.get("classes"):
-        raise InputError(f"{both}: their classes differ; {fix}")
-    is_same = np.array_equal(a.labels, b.labels)
+    is_same_image = np.array_equal(a.labels, b.labels)
     if a.row is not None and b.row is not None:
-        is_same &= np.array_equal(a.row, b.row)
+        is_same_image &= np.array_equal(a.row, b.row)
     if a.brightness is not None and b.brightness is not None:
-        is_same &= _look_alike(a.brightness, b.brightness)
-    if not is_same:
+        is_same_image &= len(a.brightness) == len(b.brightness) and _look_alike(a.brightness, b.brightness)
+    same = {key: files[0].summary.get(key) == files[1].summary.get(key) for key in ("task", "classes")}
+    same |= {"split": a.split == b.split, f"{a.split} images": is_same_image}
+    if different := [name for name, is_same in same.items() if not is_same]:
         raise InputError(
-            f"{both}: their {a.split} images are not the same; {fix}, and the same seed if it is split off"
+            f"{runs[0]} and {runs[1]}: cannot be compared: not the same {', '.join(different)}; compare runs with the "
+            "same test data, and the same seed if it is split off"
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config.settings import nearest
-from flatout.inference.calibration import MAX_COVERAGE, MIN_COVERAGE, highest_coverage, set_threshold
+from flatout.inference.calibration import MIN_COVERAGE, highest_coverage, set_threshold
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE
 
@@ -175,7 +175,6 @@ def _predicted(
             one["unknown"] = bool(is_unknown)
     if coverage is not None and run.calibration and outputs.logits is not None:
         inside = run.calibration.in_set(outputs.logits, coverage)
-        assert inside is not None
         for one, row, is_in in zip(fields, outputs.probabilities, inside, strict=True):
             best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
             one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
@@ -188,20 +187,16 @@ def _predicted(
 def _check_coverage(run: "Run", coverage: float) -> None:
     """Raise InputError if a run has no prediction sets of a coverage."""
     flag = f"--coverage {coverage:g}"
-    if not MIN_COVERAGE <= coverage <= MAX_COVERAGE:
-        raise InputError(f"{flag}: must be from {MIN_COVERAGE} to {MAX_COVERAGE}, such as 0.95")
-    if run.task.name != "single-label":
-        raise InputError(f"{flag}: prediction sets are for one class for each image; {run.path} is {run.task.name}")
     if run.calibration is None:
-        reason = "a cross-validation has none" if len(run.members) > 1 else "it had too few validation images for them"
         raise InputError(
-            f"{flag}: {run.path} has no prediction sets: {reason}; train a run with --set data.valid_fraction=0.1"
+            f"{flag}: {run.path} has no prediction sets: they need one class for each image, and one run with enough "
+            "validation images, such as with --set data.valid_fraction=0.1"
         )
     thresholds = run.calibration.set_thresholds
     if set_threshold(thresholds, coverage) is None:
         raise InputError(
-            f"{flag}: too high for the {run.calibration.images:,} validation images of {run.path}; the highest is "
-            f"{highest_coverage(thresholds):g}, or train with more validation images"
+            f"{flag}: must be from {MIN_COVERAGE} to {highest_coverage(thresholds):g}, the highest for the "
+            f"{run.calibration.images:,} validation images of {run.path}"
         )
 
 

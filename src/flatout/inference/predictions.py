@@ -228,26 +228,7 @@ class Confusion:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.counts, dtype=dtype)
 
-    def frame(self) -> Any:
-        """Return the counts as a pandas DataFrame.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
-        pandas = import_pandas("Confusion.frame()")
-        index, columns = (pandas.Index(self.classes, name=name) for name in ("actual", "predicted"))
-        return pandas.DataFrame(self.counts, index=index, columns=columns)
-
     def _repr_html_(self) -> str:
         if self.picture is None:
             return f"<pre>{escape(repr(self))}</pre>"
         return f'<img style="max-width:100%" src="{data_uri("image/png", self.picture.read_bytes())}">'
-
-
-def import_pandas(what: str, otherwise: str = "") -> Any:
-    """Import pandas, or raise InputError that names what needs it."""
-    try:
-        import pandas
-    except ImportError:
-        raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
-    return pandas

@@ -20,7 +20,7 @@ from flatout.inference.calibration import Calibration
 from flatout.inference.evaluate import evaluate
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
-from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions, import_pandas
+from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions
 from flatout.models.build import build_model
 from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
@@ -105,16 +105,6 @@ class Run:
     def epochs(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one per epoch."""
         return read_metrics(self.path, {})
-
-    @property
-    def history(self) -> Any:
-        """The lines of metrics.jsonl as a pandas DataFrame, whose index is the epoch.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
-        frame = import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
-        return frame.set_index("epoch") if self.epochs else frame
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -337,7 +327,7 @@ class Run:
     def confusion(self) -> Confusion:
         """Return the confusion matrix on the test images, or on the validation images if there are none.
 
-        `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
+        `counts` is the matrix; a notebook shows the picture.
 
         Raises:
             InputError: the run has not been tested, or its task is not single-label.

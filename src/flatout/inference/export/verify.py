@@ -132,14 +132,11 @@ def export(
 
 
 def _format_of(out: Path, wanted: str | None) -> str:
-    """Return the wanted format, or that of the file name."""
-    if wanted is not None and wanted not in FORMATS:
-        raise InputError(f"--format {wanted}: {nearest(wanted, FORMATS)}")
-    chosen = wanted or next((name for name, end in FORMATS.items() if out.name.endswith(end)), None)
-    if chosen is None:
-        raise InputError(f"--format is missing: one of {', '.join(FORMATS)}")
-    if not out.name.endswith(FORMATS[chosen]):
-        raise InputError(f"--out {out}: the name of a file of --format {chosen} must end in {FORMATS[chosen]}")
+    """Return the format of the file name, which must be the wanted one."""
+    chosen = next((name for name, suffix in FORMATS.items() if out.suffix == suffix), None)
+    if chosen is None or wanted not in (None, chosen):
+        names = " or ".join(f"{suffix} (--format {name})" for name, suffix in FORMATS.items())
+        raise InputError(f"--out {out}: must end in {names}{'' if wanted is None else f', not --format {wanted}'}")
     return chosen
 
 
