@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -93,6 +94,7 @@ def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
 
 # --- whole runs, each host with packs and a working folder of its own ------------------------------------------------
 
+LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 PORT = 29500
 # Batch normalisation, and 50 images a step: 17, 17 and 16 on three ranks.
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--epochs", "1", "--set", "keep=last")
@@ -185,6 +187,21 @@ def outputs(processes: list[subprocess.Popen[str]], timeout: float = 120) -> lis
 
 def losses(run: Path) -> list[float]:
     return [line["train_loss"] for line in metrics(run)]
+
+
+def listening_on(process: subprocess.Popen[str]) -> set[str]:
+    """Return the addresses, hexadecimal as the kernel writes them, that listen in a process's network namespace."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == LISTENING:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def as_the_kernel_writes(address: str) -> str:
+    return bytes(reversed([int(part) for part in address.split(".")])).hex().upper()
 
 
 @pytest.fixture(scope="module")
