@@ -15,7 +15,7 @@ import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from flatout.tasks import MultiLabel, Regression, SingleLabel
-from flatout.train import head_stage
+from flatout.train import head as head_stage
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
 
@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkey
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.head_stage.fit_head", killed)
+        patch.setattr("flatout.train.head.fit_head", killed)
         main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0

@@ -14,7 +14,7 @@ from flatout.config import load_recipe
 from flatout.engine.torch import accelerator
 from flatout.engine.torch.accelerator import CPU
 from flatout.models.weights import read_weights
-from flatout.train import prepare, probes
+from flatout.train import budget, run
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return the seconds of a step in each format, which the test may change; steps are taken, their time is not."""
     seconds = {"fp32": 1.0, "bf16": 1.0}
-    real = probes.seconds_per_step
+    real = budget.seconds_per_step
 
     def fake(engine: Any, train: Any, recipe: Any, world: Any, wanted: float, *, first_steps: int) -> float:
         assert real(engine, train, recipe, world, 0.0, first_steps=first_steps) > 0
         return seconds[recipe.precision]
 
     monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32", "bf16"])
-    monkeypatch.setattr(probes, "seconds_per_step", fake)
+    monkeypatch.setattr(budget, "seconds_per_step", fake)
     return seconds
 
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_keeps_its_format(measured: dict[str, float], tmp_path: Pa
 def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one decides, also for those that a later command trains: another measurement may say otherwise."""
     measured["bf16"] = 0.5
-    real = prepare.fastest_precision
+    real = run.fastest_precision
     decided: list[str] = []
 
     def once(*arguments: Any) -> tuple[str, str]:
@@ -74,7 +74,7 @@ def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, mon
         measured["bf16"] = 2.0
         return chosen, reason
 
-    monkeypatch.setattr(prepare, "fastest_precision", once)
+    monkeypatch.setattr(run, "fastest_precision", once)
     out = tmp_path / "run"
     assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out)]) == 0
     shutil.rmtree(out / "fold-3")

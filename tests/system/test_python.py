@@ -69,15 +69,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
         devices="cpu",
         quiet=True,
         optimizer=flatout.Optimizer(name="torch:RAdam", lr=0.02),
-        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
-        class_weight={0: 1.0, 1: 2.0, 2: 1.0},
+        label_smoothing=0.1,
+        class_weights={"1": 2.0},
         metrics=[cohen_kappa_score, share_of_ones],
     )
 
 
 def test_words_of_other_libraries_are_recipe_keys(run: flatout.Run) -> None:
     recipe = run.recipe
-    assert (recipe.batch_size, recipe.label_smoothing, recipe.class_weights) == (24, 0.1, (1.0, 2.0, 1.0))
+    assert (recipe.batch_size, recipe.label_smoothing, recipe.class_weights) == (24, 0.1, {"1": 2.0})
     assert (recipe.optimizer.name, recipe.optimizer.lr) == ("torch:RAdam", 0.02)
     images, labels = make_arrays(900)
     np.savez(run.path.parent / "data.npz", images=images, labels=labels)
@@ -187,17 +187,17 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
 
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
+    ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "nor sharded"),
     ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
     ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
-    ({"metrics": [lambda labels, answers: 0]}, "without a name"),
-    ({"metrics": {"accuracy": share_of_ones}}, "accuracy is the name of a built-in metric"),
-    ({"metrics": ["f1"]}, "'f1' is not a function of labels and answers; always computed: accuracy"),
+    ({"metrics": [lambda labels, answers: 0]}, "<lambda>. is not a function .* with a name of its own"),
+    ({"metrics": {"accuracy": share_of_ones}}, "accuracy. is not a function .* with a name of its own"),
+    ({"metrics": ["f1"]}, "'f1' is not a function .*. Always computed: accuracy"),
     ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
     ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
-    ({"class_weight": {"0": "2"}}, "class_weights.0 = '2': must be a finite number"),
-    ({"class_weight": {"0": -1.0}}, "class_weights = .*must be at least 0"),
+    ({"class_weights": {"0": "2"}}, "class_weights.0 = '2': must be a finite number"),
+    ({"class_weights": {"0": -1.0}}, "class_weights = .*must be at least 0"),
     (
         {"transform": v2.functional.to_pil_image},
         r"returned Image; .*float32 \[1, 8, 8\] in 0..1; leave ToTensor,",
@@ -220,7 +220,7 @@ def test_functions_reach_other_processes_and_engines(devices: dict[str, str], tm
     own: dict[str, Any] = {"metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)}}
     if "engine" in devices:
         for name, functions in (("loss", on_torch), ("transform", {"transform": torch.clone})):
-            with pytest.raises(flatout.InputError, match=rf"{name}: a function of your own .*: the XLA engine"):
+            with pytest.raises(flatout.InputError, match=rf"{name}: a function of your own .* the XLA engine"):
                 fit(tmp_path / "refused", **functions, **devices)
     else:
         own |= on_torch | {"transform": lambda image: image.flip(-1)}
@@ -240,9 +240,7 @@ def test_what_cannot_be_used_is_refused(given: dict[str, Any], message: str, tmp
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.Adam}, r'flatout makes it on every device: optimizer="adam", "torch:RAdam"'),
-    ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"CrossEntropyLoss\(ignore_index=0\) has no recipe key"),
-    ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1), "label_smoothing": 0.2}, "label_smoothing is given twice"),
-    ({"class_weight": {1: 1.0, 2: 2.0}}, "the keys are 1, 2; they must be class names, or 0 to 1"),
+    ({"optimizer": {"lr": 0.1}, "lr": 0.2}, "optimizer.lr is given twice"),
 ]
 
 
@@ -255,7 +253,7 @@ def test_arguments_without_a_key(given: dict[str, Any], message: str) -> None:
 def test_loaders_that_do_what_flatout_would_not(tmp_path: Path) -> None:
     data = TensorDataset(*(torch.from_numpy(array) for array in make_arrays()))
     weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * len(data), len(data)))
-    with pytest.raises(flatout.InputError, match=r'WeightedRandomSampler, cannot be used.*class_weights="balanced"'):
+    with pytest.raises(flatout.InputError, match=r'WeightedRandomSampler.*class_weights="balanced"'):
         fit(tmp_path / "run", weighted)
     with pytest.raises(flatout.InputError, match="collate_fn"):
         fit(tmp_path / "run", {"train": DataLoader(data, collate_fn=list)})

@@ -43,7 +43,7 @@ def test_the_order_is_chosen_by_memory_once(
     on_disk = ["--epochs", "1", "--set", "data.stored_size=9"]
     assert main(command(data, tmp_path / "full", *on_disk)) == 0
     assert 'order = "full"' in (tmp_path / "full" / "recipe.toml").read_text()
-    monkeypatch.setattr("flatout.train.prepare.available_memory", lambda: 1)
+    monkeypatch.setattr("flatout.train.run.available_memory", lambda: 1)
     assert main(command(data, tmp_path / "run", *on_disk)) == 0
     assert "data.order = blocks: " in capsys.readouterr().out
     monkeypatch.undo()
@@ -187,7 +187,7 @@ def test_default_folders_differ_also_within_a_second(
 ) -> None:
     clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 1))})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.train.claim.datetime", clock)
+    monkeypatch.setattr("flatout.train.run_dir.datetime", clock)
     arguments = [a for a in command(data, tmp_path, "--epochs", "1") if a not in ("--out", str(tmp_path))]
     assert [main(arguments) for _ in range(2)] == [0, 0]
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
