@@ -237,7 +237,7 @@ def test_the_recipe_does_not_depend_on_the_way_it_is_asked_for() -> None:
     from flatout.train.dataset_stats import measure_dataset
 
     source = make_source(size=48, channels=3)
-    recipe, facts = advice(source)[0], measure_dataset(source, "", accelerated=False)
+    recipe, facts = advice(source)[0], measure_dataset(source, accelerated=False)
     assert (recipe.image_size, recipe.channels) == (facts.size, facts.channels) == (48, 3)
 
 

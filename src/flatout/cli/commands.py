@@ -493,7 +493,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
         size=size,
-        channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
+        channels=args.channels or measure_dataset(found, accelerated=False).channels,
         resize=args.resize,
         on_bad_image=args.on_bad_image or "stop",
         max_bad_share=args.max_bad_share,
