@@ -115,13 +115,6 @@ def test_a_run_ends_on_time_whatever_its_steps_take(
     assert recipe.epochs == -(-recipe.max_steps // 10)
 
 
-def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    plan = Budget(300.0, 90.0, Rates(step=0.25, evaluate=3.0, watch=0.0), RECIPE, 100)
-    recipe, _ = plan.plan(RECIPE, 0)
-    assert train(clock, plan, recipe, lambda step: 0.251) == recipe
-
-
 @pytest.mark.parametrize(
     ("began", "step", "said"),
     [

@@ -85,14 +85,6 @@ def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_the_measurement_leaves_no_trace(measured: dict[str, float], tmp_path: Path) -> None:
-    for name, options in (("measured", ()), ("given", ("--set", "precision=fp32"))):
-        assert main([*ONE_EPOCH, *options, "--out", str(tmp_path / name)]) == 0
-    ours, others = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("measured", "given"))
-    assert all(ours[name].equal(others[name]) for name in ours)
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_where_the_format_is_missing(
     measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,13 +119,6 @@ def test_errors_leave_the_process_as_it_was(
     assert {name: value for name, value in state().items() if value != before[name]} == {}
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_denormal_numbers_stay_flushed_where_the_caller_flushes_them(tmp_path: Path) -> None:
-    torch.set_flush_denormal(True)
-    flatout.fit(net(), data(), out=tmp_path / "run", epochs=1, batch_size=16, devices="cpu", quiet=True)
-    assert torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item() == 0
-
-
 def test_settings_of_a_gpu_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's and cuBLAS's flags exist without a GPU; streams and the generator do not."""
     import contextlib

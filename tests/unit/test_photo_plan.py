@@ -17,7 +17,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(photo_plan, "physical_cores", lambda: 2)
 
 
-def plan(seconds: float | None, images: int = 2000, *, slowness: float = 1.0, **options: Any) -> PhotoPlan:
+def plan(
+    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, **options: Any
+) -> PhotoPlan:
     """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
 
     def rate(model: str, size: Any) -> float:
@@ -25,7 +27,7 @@ def plan(seconds: float | None, images: int = 2000, *, slowness: float = 1.0, **
 
     given = {"training_images": images // 2, "batch_size": 32, "classes": 10, "ratio": 1.0, "size": None}
     options = {"images": images, "seconds": seconds, "rate": rate, "accelerated": False, **given, **options}
-    return plan_photos([SMALL, LARGE], **options)
+    return plan_photos(backbones, **options)
 
 
 def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
@@ -70,25 +72,10 @@ def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:
     assert found.backbone == LARGE
 
 
-def test_the_size_that_the_user_gives_is_kept() -> None:
-    assert plan(600, size=160).image_size == 160
-
-
-def test_a_network_that_takes_one_size_gets_it() -> None:
+def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
     fixed = replace(SMALL, model="timm:levit_128s")
-    found = plan_photos(
-        [fixed],
-        images=10**6,
-        training_images=10**6,
-        batch_size=32,
-        classes=2,
-        ratio=1.0,
-        size=None,
-        accelerated=False,
-        seconds=60.0,
-        rate=None,
-    )
-    assert found.image_size == 224
+    assert plan(60, 10**6, [fixed], rate=None).image_size == 224
+    assert plan(600, size=160).image_size == 160
 
 
 def test_reasons_name_the_speed_and_the_time() -> None:

@@ -72,10 +72,8 @@ def generate_recipe(
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
-        path: the data path written into the recipe.
         changes: the keys set by the user, which determine the form of the recipe.
-        seconds: the time budget, which began at `began`, by time.perf_counter; None for none.
-        speeds: measures on the devices of the run; None if they are not available.
+        seconds, began, speeds: see `recipes.resolve`.
         report: receives messages about weights that were downloaded or are unavailable. If None, published weights are
             neither searched for nor downloaded, but assumed to exist.
 
@@ -183,8 +181,6 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
     why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
     expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
-    if speed and fitting < enough // FEWER and recipe["model"] != f"fast-cnn-{WIDTHS[0]}":
-        expected += f"; a narrower network may learn more in {duration(seconds)}"
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     reasons = {
         "image_size": why_size,

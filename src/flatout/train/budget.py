@@ -243,10 +243,7 @@ def fastest_precision(
 ) -> tuple[str, str]:
     """Return the fastest number format, and an explanation; all ranks call this.
 
-    Args:
-        make: creates an engine with a copy of the model.
-        samples: training images; a few batches are used.
-        formats: the number formats of the device, the default first; bf16 is one of them.
+    `formats` are those of the device, the default first; bf16 is one of them. A few training `samples` are used.
     """
     from flatout.engine.torch.accelerator import BF16_WORTH
 

@@ -1,6 +1,5 @@
 """The user's code in a run: callbacks, experiment trackers, and functions of losses, images and metrics."""
 
-import importlib
 import importlib.util
 import json
 import math
@@ -38,7 +37,6 @@ class RunInfo:
 
     Attributes:
         path: the run folder.
-        recipe: the complete recipe.
         classes: class names, in the order of the outputs.
         devices: the devices of all processes as a SPEC, such as `2xcpu`.
         parameters: the number of model parameters.
@@ -184,8 +182,6 @@ class _Tracker(Callback):
 
     package = ""
     _run: RunInfo
-    # Metrics of the epochs; in the summary, they are those of the epoch whose weights are kept.
-    _logged: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
@@ -198,14 +194,6 @@ class _Tracker(Callback):
         run = self._run
         keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
         return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
-
-    def _of_epoch(self, metrics: dict[str, Any]) -> dict[str, float]:
-        self._logged |= metrics.keys()
-        return _numbers(metrics)
-
-    def _of_run(self, summary: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of the summary that are not a series over the epochs."""
-        return {name: value for name, value in _numbers(summary).items() if name not in self._logged}
 
     def _pictures(self) -> dict[str, Path]:
         return {Path(name).stem: path for name in PICTURES if (path := self._run.path / name).is_file()}
@@ -224,9 +212,6 @@ class TensorBoard(_Tracker):
 
     Args:
         folder: by default `tensorboard` in the run folder, so that `tensorboard --logdir runs` shows all runs.
-
-    Raises:
-        InputError: tensorboard is not installed.
     """
 
     package = "tensorboard"
@@ -249,7 +234,7 @@ class TensorBoard(_Tracker):
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Write a scalar for each figure."""
-        for name, value in self._of_epoch(metrics).items():
+        for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, epoch)
         self._writer.flush()
 
@@ -259,7 +244,7 @@ class TensorBoard(_Tracker):
         from PIL import Image
 
         epoch = summary.get("epochs_trained", 0)
-        for name, value in self._of_run(summary).items():
+        for name, value in _numbers(summary).items():
             if name.startswith("test_"):
                 self._writer.add_scalar(name, value, epoch)
         for name, path in self._pictures().items():
@@ -276,13 +261,10 @@ class WandB(_Tracker):
         project: by default `WANDB_PROJECT`, else `flatout`.
         name: the run's name; by default that of the run folder.
         **options: options of `wandb.init`.
-
-    Raises:
-        InputError: wandb is not installed.
     """
 
     package = "wandb"
-    _library: Any = None
+    _opened: Any = None
 
     def __init__(self, project: str | None = None, name: str | None = None, **options: Any) -> None:
         super().__init__()
@@ -291,27 +273,30 @@ class WandB(_Tracker):
 
     def on_start(self, run: RunInfo) -> None:
         """Start a run in the tracker, or continue that of a resumed run."""
-        self._run, self._library = run, importlib.import_module(self.package)
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = run
         options = {"project": self.project, "name": self.name or run.path.name, "config": self._settings()}
         ids = run.path / LOGS / TRACKER_IDS
         if run.epoch and ids.is_file():
             options |= {"id": json.loads(ids.read_text(encoding="utf-8"))[self.package], "resume": "allow"}
-        opened = self._library.init(**options | self.options)
-        write_atomically(ids, (json.dumps({self.package: opened.id}) + "\n").encode())
+        self._opened = wandb.init(**options | self.options)
+        write_atomically(ids, (json.dumps({self.package: self._opened.id}) + "\n").encode())
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Log the figures."""
         # The library counts steps itself.
-        figures = {key: value for key, value in self._of_epoch(metrics).items() if key != "step"}
-        self._library.log({"epoch": epoch, **figures}, step=epoch)
+        figures = {key: value for key, value in _numbers(metrics).items() if key != "step"}
+        self._opened.log({"epoch": epoch, **figures}, step=epoch)
 
     def on_end(self, summary: dict[str, Any]) -> None:
         """Log the summary and the pictures, and end the run."""
-        step = summary.get("epochs_trained", 0) + 1
-        pictures = {name: self._library.Image(str(path)) for name, path in self._pictures().items()}
-        self._library.log({**self._of_run(summary), **pictures}, step=step)
-        self._library.finish()
-        self._library = None
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._opened.log({name: wandb.Image(str(path)) for name, path in self._pictures().items()})
+        self._opened.summary.update(_numbers(summary))
+        self._opened.finish()
+        self._opened = None
 
 
 # --- Functions --------------------------------------------------------------------------------------------------------
@@ -355,11 +340,7 @@ class UserFunctions:
 
 
 class PerImage:
-    """Applies transforms of single images to a batch of normalised images.
-
-    Args:
-        transforms: functions of float32 [C, H, W] in 0..1, on the device; each returns such an image.
-    """
+    """Applies transforms of single images, float32 [C, H, W] in 0..1, to a batch of normalised images."""
 
     def __init__(self, transforms: tuple[Callable[..., Any], ...], recipe: Recipe) -> None:
         self._transforms, self._data = transforms, recipe.data
@@ -401,17 +382,16 @@ def user_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: An
         InputError: one is not a function, or a metric has no name or a built-in one's.
     """
 
-    def functions(given: Any, argument: str, of: str) -> tuple[Callable[..., Any], ...]:
-        found = (given,) if callable(given) else tuple(given or ())
-        for function in found:
+    given = {"transform": transform, "batch_transforms": batch_transforms}
+    found = {name: (value,) if callable(value) else tuple(value or ()) for name, value in given.items()}
+    for argument, functions in found.items():
+        for function in functions:
             if not callable(function):
-                raise InputError(f"{argument}: {function!r} is not a function of {of}")
-        return found
-
+                raise InputError(f"{argument}: {function!r} is not a function of images")
     return UserFunctions(
         loss=loss,
-        transforms=functions(transform, "transform", "an image [C, H, W]"),
-        batch_transforms=functions(batch_transforms, "batch_transforms", "images [B, C, H, W]"),
+        transforms=found["transform"],
+        batch_transforms=found["batch_transforms"],
         metrics=_named(metrics),
     )
 

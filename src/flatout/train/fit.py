@@ -1,7 +1,6 @@
 """The public call `fit`, and how its arguments become recipe keys and data."""
 
 import dataclasses
-import inspect
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
-from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
 from flatout.inference.run import Ensemble, Run, load
 from flatout.train import run_dir
@@ -20,12 +18,6 @@ from flatout.utils.errors import InputError, Stopped
 
 if TYPE_CHECKING:
     from torch import nn
-
-_SECTIONS = {
-    "optimizer": 'flatout makes it on every device: optimizer="adam", "torch:RAdam" or flatout.Adam(lr=0.001)',
-    "schedule": 'give a name or a section: schedule="cosine", or flatout.Schedule(name="cosine", warmup_epochs=1)',
-    "augment": "give amounts: flatout.Augment(flip=True, rotate=10); functions go into transform= or batch_transforms=",
-}
 
 
 def fit(
@@ -62,7 +54,7 @@ def fit(
         model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
             `file.py:factory`; None for the job's model, or one chosen for the data.
         data: a path; images as an array, with `labels`; a pair (images, labels), or a dict or tuple of such pairs for
-            train, valid and test; the same with torch data sets and DataLoaders. None for the job's data.
+            train, valid and test; the same with torch data sets. None for the job's data.
         labels: the labels of `data`, if that is an array of images.
         validation_data: a pair or a data set for validation.
         job: a built-in job, a recipe file or a Recipe to start from; by default a recipe is made for the data.
@@ -103,16 +95,12 @@ def fit(
     from flatout.train.recipes import resolve
     from flatout.train.run import train
 
-    _check_names(changes)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     loss = changes.get("loss")
     own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
     functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
-    for part in data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,):
-        if _is_loader(part) and part.batch_size:
-            flat.setdefault("batch_size", part.batch_size)
     data, module = join_data(data, labels, validation_data), None
     if isinstance(model, str):
         flat["model"] = model
@@ -168,15 +156,6 @@ def fit(
     return run
 
 
-def _check_names(arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for a keyword argument that is neither a recipe key nor an argument of `fit`."""
-    own = [name for name, one in inspect.signature(fit).parameters.items() if one.kind is not one.VAR_KEYWORD]
-    keys = known_keys()
-    known = {*own, *(part for key in keys for part in (key, *key.partition(".")))}
-    for name in arguments.keys() - known:
-        raise InputError(f"{name}: fit has no such argument; {nearest(name, [*own, *keys])}")
-
-
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the keyword arguments of `fit` to dotted recipe keys.
 
@@ -193,8 +172,11 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(value, Mapping) and key != "class_weights":
             added = {f"{key}.{inner}": v for inner, v in value.items()}
-        elif key in _SECTIONS and not isinstance(value, str):
-            raise InputError(f"{key} = {value!r}: {_SECTIONS[key]}")
+        elif key in ("optimizer", "schedule", "augment") and not isinstance(value, str):
+            raise InputError(
+                f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as flatout.Adam(lr=0.001) '
+                "or flatout.Augment(flip=True); functions go into transform= or batch_transforms="
+            )
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}
         else:
@@ -207,8 +189,13 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
-    """Return the data of `fit(model, images, labels, validation_data=...)` as one value, without loaders."""
-    data, validation_data = _without_loaders(data), _without_loaders(validation_data)
+    """Return the data of `fit(model, images, labels, validation_data=...)` as one value."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
+    if any(hasattr(part, "collate_fn") for part in (*parts, validation_data)):
+        raise InputError(
+            "data: flatout orders samples and makes batches by itself; instead of a DataLoader, give loader.dataset "
+            'and batch_size=, and class_weights="balanced" for rare classes'
+        )
     if labels is not None:
         if isinstance(data, str | Path | Mapping | tuple):
             raise InputError("labels: go with an array of images only: flatout.fit(model, images, labels)")
@@ -220,32 +207,3 @@ def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
             "validation_data: goes with arrays and data sets only; images in files need a folder valid/ beside train/"
         )
     return {**(data if isinstance(data, Mapping) else {"train": data}), "valid": validation_data}
-
-
-def _is_loader(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("dataset", "batch_size", "collate_fn"))
-
-
-def _without_loaders(value: Any) -> Any:
-    """Return the data set of a DataLoader, or those in a dict or tuple; other values are unchanged.
-
-    Raises:
-        InputError: the loader draws samples or makes batches in a way of its own.
-    """
-    if isinstance(value, Mapping):
-        return {key: _without_loaders(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_without_loaders, value))
-    if not _is_loader(value):
-        return value
-    from torch.utils.data import RandomSampler, SequentialSampler, default_collate
-
-    sampler = value.sampler
-    is_plain = isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False)
-    is_iterable = not (hasattr(value.dataset, "__getitem__") and hasattr(value.dataset, "__len__"))
-    if not (is_plain or is_iterable) or value.collate_fn is not default_collate:
-        raise InputError(
-            f"data: the DataLoader has a sampler ({type(sampler).__name__}) or a collate_fn of its own: flatout orders "
-            'samples and makes batches by itself; give loader.dataset, and class_weights="balanced" for rare classes'
-        )
-    return value.dataset

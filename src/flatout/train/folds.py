@@ -38,9 +38,7 @@ def cross_validate(
     Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
     own, which is not used to choose an epoch, thresholds or a learning rate. Finished folds are kept.
 
-    Args:
-        request: its run folder is claimed, and its devices are chosen.
-        train_run: trains a run.
+    The run folder of the request is claimed, and its devices are chosen.
 
     Raises:
         InputError, TrainingFailed, Stopped: see `run.train`; an error of a fold begins with its number.
@@ -52,7 +50,7 @@ def cross_validate(
             console.note(f"{key} = {value!r}: with folds, the held-out images choose nothing")
             recipe = recipe.override({key: value})
     request = replace(request, recipe=recipe.override({"data.bits": recipe.data.bits or pack.bits}))
-    pool = _divide(request, pack, console)
+    pool, _ = folds_of(pack, recipe.data.folds, recipe.seed)
     if options.resume and (folder / run_files.RECIPE).is_file():
         folders.check_same(load_recipe(folder / run_files.RECIPE), request.recipe)
     folders.begin(folder, request.recipe, overwrite=options.overwrite)
@@ -63,17 +61,6 @@ def cross_validate(
         _train_fold(fold, request, console, train_run)
     _finish(request, pack, pool, console, time.perf_counter() - began)
     return folder
-
-
-def _divide(request: TrainRequest, pack: Pack, console: Console) -> np.ndarray:
-    """Return the rows to divide into folds, and note classes that are missing in some."""
-    rows, folds = folds_of(pack, request.recipe.data.folds, request.recipe.seed)
-    labels = pack.labels[rows]
-    counts = np.array([count_classes(labels[folds == fold], len(pack.classes)) for fold in np.unique(folds)])
-    if missing := [name for name, least in zip(pack.classes, counts.min(axis=0), strict=True) if not least]:
-        names = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
-        console.note(f"{len(missing):,} of {len(pack.classes):,} classes have no images in some folds: {names}")
-    return rows
 
 
 def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]) -> None:

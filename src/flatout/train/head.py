@@ -90,16 +90,12 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head to the features of images in all their views.
+    """Fit a head to the features of images in all their views; the loss of the task without label smoothing.
 
     Args:
         views_VNF: float32 [N, F] for each view of the images, such as mirrored ones; the first is the image itself.
-        labels: see `Pack.labels`.
-        task: its loss is minimised, without label smoothing.
-        class_weights: see `Task.class_weights`; None for none.
+        labels, class_weights: see `Pack.labels` and `Task.class_weights`.
         groups: int64 [N]; images of a group share a fold.
-        has_bias: whether the head has a bias.
-        seed: chooses the folds.
         strength, temperature: known values from a head for more images, which replace the cross-validation.
     """
     task = replace(task, label_smoothing=0.0)
@@ -260,13 +256,11 @@ class HeadStage:
     """The results of the stage.
 
     Attributes:
-        task: the task of the recipe.
         head, layers: the module that was fitted, and a copy of it.
         fitted: the head for the splits in `fitted_splits`.
         training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
         features: by split, float32 [N, F] for each view.
         placed: the splits on the devices of the engine that trains; empty if it has no cached layers.
-        labels: the labels of each split.
         seconds: the time of the features and of the head.
     """
 
@@ -401,7 +395,6 @@ def fit_to_features(
     All ranks call this. The features are computed on the devices of the run.
 
     Args:
-        make: creates an engine for the features.
         engine: the one that trains the model, which also gets the head; its cached output of frozen layers provides the
             features. None if it is made later.
 

@@ -135,18 +135,14 @@ def plan_photos(
     rate: FeatureRate | None,
     channels: int = 3,
 ) -> PhotoPlan:
-    """Return the plan with the least expected error within the time.
+    """Return the plan with the least expected error within the remaining `seconds`.
 
     Args:
-        backbones: the candidates.
         images: the number of images in all splits.
-        training_images, batch_size: the number of training images, and of those in a step of fine-tuning.
+        batch_size: of a step of fine-tuning.
         ratio: width / height.
         size: the image size, if the user sets it.
-        accelerated: whether a GPU or TPU computes.
-        seconds: the remaining time budget, or None.
         rate: measures the speed; None if the devices are not available.
-        channels: the channels of the images.
     """
     began, cores = time.perf_counter(), physical_cores()
     data = _Data(images=images, training=training_images, batch_size=batch_size, classes=classes)

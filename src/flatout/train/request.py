@@ -33,22 +33,14 @@ class Options:
 
     Attributes:
         out: the run folder; None for a new one under `runs/`.
-        devices: a device SPEC.
-        engine: the engine's name.
-        resume: continue the run in `out` from its newest checkpoint.
-        overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
-        hosts: the participating hosts.
+        allow_code: whether a model named as `package.module:factory` may be imported.
         restarts: how often the ranks are restarted from the newest checkpoint after losing one; None: as often as
             elastic hosts may be lost.
-        allow_code: whether a model named as `package.module:factory` may be imported.
         hang_timeout: seconds without progress after which one of several ranks is ended.
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: the time of the user's request, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
-        report: draw the pictures and the report.
-        callbacks: called by the main process.
-        functions: the user's functions, given in Python.
     """
 
     out: Path | None = None
@@ -108,8 +100,6 @@ class TrainRequest:
 
     Attributes:
         recipe: complete except for values measured on the data.
-        data: recognised data, or its pack.
-        module: the model, if given in Python.
         run_dir: the run folder, if the process that starts the ranks holds it.
         phase_seconds: the time of finished phases.
         prepared_at: the time when the folder was claimed, by time.time.
@@ -125,14 +115,7 @@ class TrainRequest:
 
 
 class RunLog:
-    """Collects messages and times for the summary.
-
-    Attributes:
-        console: prints the messages.
-        notes: the messages so far.
-        seconds: the time of each finished phase, without gaps.
-        setup_seconds: the time before the first step.
-    """
+    """Collects messages and times for the summary: `seconds` of each finished phase, without gaps."""
 
     def __init__(self, console: "Console", request: TrainRequest) -> None:
         self.console = console
@@ -202,12 +185,7 @@ class TrainContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How training ended.
-
-    Attributes:
-        reason: why training ended early, or "".
-        failure: the exception; None if this is not a failure.
-    """
+    """How training ended: why early, or "", and the exception if it failed."""
 
     reason: str = ""
     failure: Exception | None = None

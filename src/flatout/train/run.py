@@ -418,13 +418,7 @@ def resolve_auto_values(
     continued: Recipe | None,
     log: RunLog,
 ) -> Recipe:
-    """Fill in the values that depend on the data: normalisation, bits, task, loss and order.
-
-    All ranks call this.
-
-    Args:
-        continued: the recipe of the continued run; None in a new run.
-    """
+    """Fill in the values that depend on the data: normalisation, bits, task, loss and order. All ranks call this."""
     if not recipe.data.bits:
         recipe = recipe.override({"data.bits": pack.bits})
     if not recipe.data.mean:
@@ -507,11 +501,7 @@ def start_engine(
 ) -> tuple[Engine, Recipe, HeadStage | None]:
     """Return the engine with initial weights, the recipe with its number format, and the fitted head if any.
 
-    All ranks call this.
-
-    Args:
-        model: with fresh weights; it is changed.
-        continued: the recipe of the continued run; None in a new run.
+    All ranks call this; the model has fresh weights and is changed.
 
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.

@@ -74,9 +74,7 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 
     A new folder is removed if it stays empty, or if the run ends through wrong input or the user before training.
 
-    Args:
-        out: the folder; None for a new one under `runs/`, named by the job and the time.
-        overwrite: replace the run in the folder, once `begin` is called.
+    Without `out`, it is a new one under `runs/`, named by the job and the time. An old run is replaced by `begin`.
 
     Raises:
         InputError: another process uses the folder, it has other content, or it cannot be written.
@@ -180,10 +178,7 @@ def _locked(folder: Path) -> Iterator[None]:
 class Holder:
     """The process that uses a run folder, or used it when it or its host failed.
 
-    Attributes:
-        process: its PID.
-        started: its start in seconds since 1970.
-        place: its host and container.
+    Its PID, its start in seconds since 1970, and its host and container.
     """
 
     process: int
@@ -236,8 +231,6 @@ class Checkpoint:
     Attributes:
         state: the engine's state at `progress`; see `Engine.state`.
         best: the state of `progress.best`; empty if there is none.
-        progress: the loop's position and results.
-        recipe: the recipe of the run.
         data: see `data_facts`.
     """
 
