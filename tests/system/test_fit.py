@@ -153,7 +153,9 @@ def test_a_run_shows_itself_in_a_notebook(run: flatout.Run) -> None:
     assert shown.count('<img style="max-width:45%" src="data:image/png;base64,') == 2
 
 
-def test_wrong_arguments_are_named(run: flatout.Run) -> None:
+def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def fails(message: str, *arguments: object, **changes: object) -> None:
         with pytest.raises(flatout.InputError, match=message):
             flatout.fit(*arguments, **{"quiet": True, "devices": "cpu", **changes})  # pyright: ignore
@@ -163,7 +165,12 @@ def test_wrong_arguments_are_named(run: flatout.Run) -> None:
     fails(r"did you mean 'optimizer.lr'", Net(), data, learning_rate=0.1)
     fails(r"optimizer\.lr is given twice", Net(), data, lr=0.1, optimizer=flatout.SGD())
     fails(r"optimizer=\"adam\", .* flatout.Adam", Net(), data, optimizer=3)
+    fails("must return logits", Net(5), data)
+    fails("119", Net(), (data[0], data[1][:-1]))
+    fails("int", Net(), 3)
+    fails("no job and no data")
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
+    assert not (tmp_path / "runs").exists()
     with pytest.raises(flatout.InputError, match="--top 0: must be at least 1"):
         run.predict(data[0], top=0)
 
@@ -203,33 +210,6 @@ def test_a_module_that_returns_more_than_logits(tmp_path: Path) -> None:
         own = net(x)
         assert torch.allclose(run.model(x).softmax(1), own), "the run's model returns logits, the user's what it did"
     np.testing.assert_allclose(run.probabilities(images[..., None]), own, atol=1e-5)
-
-
-def test_a_job_from_python(tmp_path: Path) -> None:
-    images, labels = make_arrays()
-    np.savez(tmp_path / "photos.npz", images=images, labels=labels)
-    run = flatout.fit(
-        job="digits", data=tmp_path / "photos.npz", out=tmp_path / "run", epochs=1, devices="cpu", quiet=True
-    )
-    assert run.recipe.job == "digits"
-    assert run.evaluate(devices="cpu")["test_correct"] == run.summary["test_correct"]
-
-
-WRONG = [
-    (lambda: flatout.fit(Net(5), make_arrays(), **settings()), "must return logits"),
-    (lambda: flatout.fit(Net(), (make_arrays()[0], make_arrays()[1][:-1]), **settings()), "119"),
-    (lambda: flatout.fit(Net(), make_arrays(), epoch=3), "did you mean 'epochs'"),
-    (lambda: flatout.fit(Net(), 3), "int"),
-    (lambda: flatout.fit(), "no job and no data"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_arguments(call, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(flatout.InputError, match=message):
-        call()
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import flatout
 from flatout.cli.main import main
 from flatout.config import load_recipe
-from flatout.engine.torch import accelerator
 from flatout.engine.torch.accelerator import CPU
 from flatout.models.weights import read_weights
 from flatout.train import budget, run
@@ -97,20 +95,3 @@ def test_a_run_goes_on_where_the_format_is_missing(
     assert "cpu here has only fp32; use --set precision=auto" in capsys.readouterr().err
     assert main(["evaluate", run, "--devices", "cpu"]) == 0
     assert main([*go_on, "--set", "precision=auto"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "limit", "formats"),
-    [
-        ({"avx2"}, "", ["fp32"]),
-        ({"avx512_bf16"}, "", ["fp32", "bf16"]),
-        ({"avx512_bf16"}, "avx512_core_amx", ["fp32", "bf16"]),
-        ({"avx512_bf16"}, "avx512_core", ["fp32"]),
-    ],
-)
-def test_the_formats_of_a_cpu_go_by_its_instructions_and_the_users_limit(
-    flags: set[str], limit: str, formats: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accelerator, "processor_flags", lambda: flags)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert CPU(torch.device("cpu")).precisions() == formats

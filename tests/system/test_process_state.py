@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.engine.torch.accelerator import CPU, CUDA
 from flatout.utils.errors import InputError
 
 LARGE = 64 << 20
@@ -117,26 +116,3 @@ def test_errors_leave_the_process_as_it_was(
     with pytest.raises(error):
         flatout.fit(model, samples, out=tmp_path / "r", epochs=1, batch_size=16, devices="cpu", quiet=True, **changes)
     assert {name: value for name, value in state().items() if value != before[name]} == {}
-
-
-def test_settings_of_a_gpu_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's and cuBLAS's flags exist without a GPU; streams and the generator do not."""
-    import contextlib
-
-    device = torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(CUDA, "is_host", True)
-    before = state()
-    for precision, expected in (("tf32", ("high", True)), ("fp32", ("highest", False))):
-        with contextlib.ExitStack() as undo:
-            CUDA(device).adapt_process(undo, precision, 1)
-            assert torch.backends.cudnn.benchmark
-            assert state()["formats"] == expected
-            torch.manual_seed(7)
-        assert state() == before
-    with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as undo:
-        CPU(device).adapt_process(undo, "fp32", 1)
-        raise ZeroDivisionError
-    assert state() == before

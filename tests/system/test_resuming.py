@@ -65,20 +65,6 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 AUTO = ("--batch-size", "16", "--set", "schedule.name=constant", "--devices", "auto")
 
 
-@pytest.mark.slow
-def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
-    """A resumed run keeps those that it began with, whatever is faster now."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    speeds[2] = 0.1
-    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
-    assert summary(run)["world_size"] == 2
-    speeds[2] = 10.0
-    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    assert "--devices auto: 2 processes, as in the run that is resumed" in summary(run)["notes"]
-    assert main(command(data, whole, *AUTO, "--epochs", "2", "--devices", "2xcpu")) == 0
-    assert_same(whole, run)
-
-
 def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
     run = tmp_path / "run"
     speeds[2] = 10.0

@@ -59,14 +59,6 @@ def test_the_run_folder_is_complete(digits: Path) -> None:
     assert (metadata["image_size"], metadata["channels"], metadata["model"]) == ("8", "1", "parallel-cnn")
 
 
-def test_evaluate_gives_the_same_count_again(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(digits), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    expected = summary(digits)
-    assert result["test_correct"] == expected["test_correct"]
-    assert result["test_loss"] == expected["test_loss"]
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_the_recipe_of_a_run_repeats_it(digits: Path, tmp_path: Path) -> None:
     assert main(["train", str(digits / "recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
@@ -88,23 +80,6 @@ def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
     assert (by_hand.numpy() == data.target).mean() > 0.9
     predictions = run.predict(pixels[:5], top=1)
     assert [p.classes[0] for p in predictions] == [str(int(i)) for i in by_hand[:5]]
-
-
-def test_predict_names_classes_of_files_and_folders(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
-    (tmp_path / "more").mkdir()
-    Image.fromarray(np.full((30, 20, 3), 90, np.uint8)).save(tmp_path / "more" / "b.JPG", "JPEG")
-    files = [str(tmp_path / "a.png"), str(tmp_path / "more")]
-    assert main(["predict", str(digits), *files, "--top", "3", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert [Path(p["file"]).name for p in result["predictions"]] == ["a.png", "b.JPG"]
-    for prediction in result["predictions"]:
-        probabilities = [p["probability"] for p in prediction["predictions"]]
-        assert len(probabilities) == 3
-        assert probabilities == sorted(probabilities, reverse=True)
-        assert 0 < sum(probabilities) <= 1.0001
 
 
 def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, capsys) -> None:

@@ -174,8 +174,9 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
             added = {f"{key}.{inner}": v for inner, v in value.items()}
         elif key in ("optimizer", "schedule", "augment") and not isinstance(value, str):
             raise InputError(
-                f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as flatout.Adam(lr=0.001) '
-                "or flatout.Augment(flip=True); functions go into transform= or batch_transforms="
+                f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as '
+                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into transform= or "
+                "batch_transforms="
             )
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}

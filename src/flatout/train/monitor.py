@@ -91,9 +91,8 @@ class Monitor(LoopHooks):
 
     def wants_loss(self) -> bool:
         """See `LoopHooks.wants_loss`; the same on every process."""
-        return any(
-            every and self._progress.step % every == 0 for every in (self._record_every, self.context.recipe.log_every)
-        )
+        step, log_every = self._progress.step, self.context.recipe.log_every
+        return step % self._record_every == 0 or (log_every > 0 and step % log_every == 0)
 
     def loss(self, loss: float) -> None:
         """Show and record the mean loss since the last call."""
