@@ -13,6 +13,7 @@ from flatout.data.source import ImageDataset
 from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import generate_recipe
+from flatout.train.dataset_stats import measure_dataset
 from flatout.utils.errors import InputError, WeightsUnavailable
 
 
@@ -31,7 +32,8 @@ def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: in
 def advice(
     source: ImageDataset, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[Recipe, dict[str, str]]:
-    return generate_recipe(source, "", changes or {}, **{"accelerated": False, **options})
+    facts = measure_dataset(source, accelerated=False, seconds=options.pop("seconds", None))
+    return generate_recipe(facts, "", changes or {}, **options)
 
 
 def speeds(training: Any, features: float = 100.0) -> Speeds:

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flatout.data.source import ImageDataset
 from flatout.models.hub import BACKBONES
 from flatout.train import photo_plan
+from flatout.train.dataset_stats import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
@@ -18,16 +21,25 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, **options: Any
+    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, size: int = 0
 ) -> PhotoPlan:
     """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
 
     def rate(model: str, size: Any) -> float:
-        return (400.0 if model == SMALL.model else 100.0) * (224 / size) ** 2 / slowness
+        return (100.0 if model == LARGE.model else 400.0) * (224 / size) ** 2 / slowness
 
-    given = {"training_images": images // 2, "batch_size": 32, "classes": 10, "ratio": 1.0, "size": None}
-    options = {"images": images, "seconds": seconds, "rate": rate, "accelerated": False, **given, **options}
-    return plan_photos(backbones, **options)
+    labels = np.arange(images) % 10
+    pixels = np.broadcast_to(np.zeros((1, 300, 300, 3), np.uint8), (images, 300, 300, 3))
+    found = ImageDataset(
+        kind="images",
+        path=None,
+        images=pixels,
+        labels=labels,
+        classes=tuple("0123456789"),
+        splits={"train": (0, images // 2), "test": (images // 2, images)},
+    )
+    facts = measure_dataset(found, accelerated=False, seconds=seconds)
+    return plan_photos(facts.of_size(size) if size else facts, backbones, 32, 3, rate)
 
 
 def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
@@ -74,7 +86,7 @@ def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:
 
 def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
     fixed = replace(SMALL, model="timm:levit_128s")
-    assert plan(60, 10**6, [fixed], rate=None).image_size == 224
+    assert plan(60, 10**6, [fixed], slowness=100).image_size == 224
     assert plan(600, size=160).image_size == 160
 
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe, from_dict
 from flatout.config.settings import Size, collapse_size, sides
-from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Rate, Speeds
 from flatout.models.build import default_shape, usable_size
-from flatout.train.dataset_stats import PHOTO, DatasetStats, measure_dataset, of_shape
+from flatout.train.dataset_stats import PHOTO, DatasetStats, of_shape
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
 
@@ -59,13 +58,9 @@ Advice = tuple[dict[str, Any], dict[str, str]]
 
 
 def generate_recipe(
-    found: DataSource | ImageDataset,
+    facts: DatasetStats,
     path: str,
     changes: Mapping[str, Any],
-    *,
-    accelerated: bool,
-    seconds: float | None = None,
-    began: float | None = None,
     speeds: Speeds | None = None,
     report: "Report | None" = lambda sentence: None,
 ) -> tuple[Recipe, dict[str, str]]:
@@ -73,14 +68,13 @@ def generate_recipe(
 
     Args:
         changes: the keys set by the user, which determine the form of the recipe.
-        seconds, began, speeds: see `recipes.resolve`.
+        speeds: measures on the devices of the run; None if they are not available.
         report: receives messages about weights that were downloaded or are unavailable. If None, published weights are
             neither searched for nor downloaded, but assumed to exist.
 
     Raises:
-        InputError: none of the images, or not the user's weights, can be read.
+        InputError: the user's weights cannot be read.
     """
-    facts = measure_dataset(found, accelerated=accelerated, seconds=seconds, began=began)
     if "image_size" in changes:
         facts = facts.of_size(changes["image_size"])
     if speeds:
@@ -372,19 +366,8 @@ def _fitted_head(
         assert speeds is not None
         return speeds.features(from_dict({**plain, **start, "data": normalisation(known)}))
 
-    plan = plan_photos(
-        backbones,
-        images=facts.every,
-        training_images=facts.images,
-        batch_size=facts.by_images(FINE_TUNING_BATCHES),
-        classes=facts.classes,
-        ratio=facts.ratio,
-        size=facts.size if facts.is_size_given else None,
-        accelerated=facts.accelerated,
-        seconds=facts.left,
-        rate=rate if speeds else None,
-        channels=channels,
-    )
+    batch_size = facts.by_images(FINE_TUNING_BATCHES)
+    plan = plan_photos(facts, backbones, batch_size, channels, rate if speeds else None)
     recipe, reasons = _fine_tuning(facts, plan.backbone.model)
     recipe |= {
         "image_size": plan.image_size,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from flatout.config.settings import Size, sides
 from flatout.models.build import usable_size
 from flatout.models.hub import Backbone
-from flatout.train.dataset_stats import STRIDE, of_shape
+from flatout.train.dataset_stats import STRIDE, DatasetStats, of_shape
 from flatout.utils.console import duration
 from flatout.utils.host import physical_cores
 
@@ -60,25 +60,6 @@ FeatureRate = Callable[[str, Size], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Numbers that time and gains depend on: images of all splits, training images, batch size and classes."""
-
-    images: int
-    training: int
-    batch_size: int
-    classes: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.training // self.batch_size)
-
-    def fixed_seconds(self, cores: int) -> float:
-        """Return the seconds besides features and training."""
-        head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
-        return self.images / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
-
-
-@dataclass(frozen=True, kw_only=True)
 class PhotoPlan:
     """A network, an image size, and how they are used.
 
@@ -101,60 +82,47 @@ class PhotoPlan:
         """Multiply-adds per image."""
         return self.backbone.operations * math.prod(sides(self.image_size)) / self.backbone.image_size**2
 
-    def error(self, data: _Data) -> float:
+    def error(self, steps_per_epoch: int) -> float:
         """Return the expected error, without a unit: errors are only compared."""
         share = math.prod(sides(self.image_size)) ** 0.5 / self.backbone.image_size
-        steps = self.epochs * data.steps_per_epoch
+        steps = self.epochs * steps_per_epoch
         gain = min((gain for least, gain in FINE_TUNING_GAINS if steps >= least), default=1.0)
         of_network = (100 - self.backbone.top1) ** TOP1_EXPONENT
         return of_network * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
 
-    def seconds(self, data: _Data, rate: float) -> float:
+    def seconds(self, facts: DatasetStats, rate: float) -> float:
         """Return the time of features, fine-tuning and the last evaluation, at a rate of features."""
         views = 1 + self.mirrored
-        images = float(views * data.images)
+        images = float(views * facts.every)
         if self.epochs:
             # Frozen layers see training images mirrored in any case, and all others once.
-            images += FROZEN_FACTOR * data.training * (2 - views)
-            held_out = data.images - data.training
-            images += STEP_FACTOR * self.epochs * data.training + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
+            images += FROZEN_FACTOR * facts.images * (2 - views)
+            held_out = facts.every - facts.images
+            images += STEP_FACTOR * self.epochs * facts.images + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
         return images / rate
 
 
 def plan_photos(
-    backbones: Sequence[Backbone],
-    *,
-    images: int,
-    training_images: int,
-    batch_size: int,
-    classes: int,
-    ratio: float,
-    size: Size | None,
-    accelerated: bool,
-    seconds: float | None,
-    rate: FeatureRate | None,
-    channels: int = 3,
+    facts: DatasetStats, backbones: Sequence[Backbone], batch_size: int, channels: int, rate: FeatureRate | None
 ) -> PhotoPlan:
-    """Return the plan with the least expected error within the remaining `seconds`.
+    """Return the plan with the least expected error within the time that is left.
 
     Args:
-        images: the number of images in all splits.
         batch_size: of a step of fine-tuning.
-        ratio: width / height.
-        size: the image size, if the user sets it.
+        channels: of the images as the networks get them.
         rate: measures the speed; None if the devices are not available.
     """
-    began, cores = time.perf_counter(), physical_cores()
-    data = _Data(images=images, training=training_images, batch_size=batch_size, classes=classes)
+    began, cores, seconds = time.perf_counter(), physical_cores(), facts.left
+    steps = -(-facts.images // batch_size)
     plans = [
         PhotoPlan(backbone=backbone, image_size=one, mirrored=mirrored, epochs=epochs)
         for backbone in backbones
-        for one in ([size] if size else _sizes(backbone, ratio))
+        for one in ([facts.size] if facts.is_size_given else _sizes(backbone, facts.ratio))
         for mirrored in (False, True)
         for epochs in ((0, *FINE_TUNING_EPOCHS) if seconds else (0,))
     ]
-    plans.sort(key=lambda plan: (plan.error(data), plan.operations, plan.epochs))
-    speed = SPEED_OF_AN_ACCELERATOR if accelerated else SPEED_OF_A_CORE * cores
+    plans.sort(key=lambda plan: (plan.error(steps), plan.operations, plan.epochs))
+    speed = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
     rates: dict[tuple[str, Size], float] = {}
 
     @functools.cache
@@ -163,18 +131,20 @@ def plan_photos(
 
     def needed(plan: PhotoPlan) -> float:
         # Speeds that were not measured are estimated from operation counts.
-        return plan.seconds(data, rates.get((plan.backbone.model, plan.image_size), speed / plan.operations))
+        return plan.seconds(facts, rates.get((plan.backbone.model, plan.image_size), speed / plan.operations))
 
     def time_left() -> float:
         if seconds is None:
             return USUAL_SECONDS
-        return seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
+        head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * facts.images * facts.classes * FEATURES)
+        fixed = facts.every / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
+        return seconds - fixed - (time.perf_counter() - began)
 
     def best() -> PhotoPlan:
         """Return the best plan that fits at the known speeds, or else the fastest."""
         left = time_left()
         fitting = [plan for plan in plans if needed(plan) <= left]
-        quickest = sorted(plans, key=lambda plan: (needed(plan), plan.error(data)))
+        quickest = sorted(plans, key=lambda plan: (needed(plan), plan.error(steps)))
         return next(plan for plan in (*fitting, *quickest) if takes(plan.backbone.model, plan.image_size))
 
     chosen = best()
@@ -193,7 +163,7 @@ def plan_photos(
     known = rates.get((chosen.backbone.model, chosen.image_size), speed / chosen.operations) if rates else None
     return replace(
         chosen,
-        averaging=averaging(chosen.epochs * data.steps_per_epoch),
+        averaging=averaging(chosen.epochs * steps),
         reasons=_reasons(chosen, seconds, known, is_only=len(backbones) == 1),
     )
 

@@ -54,6 +54,7 @@ def resolve(
             recipe = recipe.override({"data.path": path})
         return recipe, find(data, recipe.data, recipe.task, console=console)
     from flatout.train.auto_recipe import generate_recipe
+    from flatout.train.dataset_stats import measure_dataset
 
     if (job is None) == (data is None):
         given = "no job and no data" if job is None else f"{job} is data, and so is --data {data}"
@@ -65,16 +66,8 @@ def resolve(
         console.note(sentence)
         explain(sentence)
 
-    recipe, reasons = generate_recipe(
-        found,
-        _plain(data),
-        changes,
-        accelerated=accelerated,
-        seconds=seconds,
-        began=began,
-        speeds=speeds,
-        report=report if fetch else None,
-    )
+    facts = measure_dataset(found, accelerated=accelerated, seconds=seconds, began=began)
+    recipe, reasons = generate_recipe(facts, _plain(data), changes, speeds, report if fetch else None)
     chosen = {key.partition(".")[0] for key in changes} | set(changes)
     console.note("no recipe given; generated one from your data:")
     for key, reason in reasons.items():
