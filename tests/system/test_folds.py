@@ -225,8 +225,8 @@ def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:
     [
         ({"folds": 1}, "data.folds = 1: must be 0 or at least 2"),
         ({"folds": 61}, "data.folds = 61: there are only 60 images"),
-        ({"schedule": "plateau"}, "schedule.name = 'plateau': with data.folds = 3, the held-out images must not"),
-        ({"minutes": 1}, "--minutes 1: cannot be combined with data.folds = 3"),
+        ({"schedule": "plateau"}, "data.folds = 3: cannot be combined with schedule.name = 'plateau'"),
+        ({"minutes": 1}, "data.folds = 3: cannot be combined with --minutes"),
         ({"data.group_column": "patient"}, "data.group_column = 'patient': arrays have no columns"),
     ],
 )

@@ -17,6 +17,7 @@ from flatout.models.weights import read_weights
 from flatout.tasks import Regression, SingleLabel
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
+from tests.system.interrupted import Killed, kill
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")
@@ -148,16 +149,9 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-class Killed(BaseException):
-    """Ends a run as SIGKILL does: what it has written by then stays."""
-
-
 def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*words: object, **named: object) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.head.fit_head", killed)
+        patch.setattr("flatout.train.head.fit_head", lambda *words, **named: kill())
         main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
+def test_the_recipe_has_the_steps_that_were_trained_and_repeats_them(run: Path, tmp_path: Path) -> None:
     recipe, summary = load_recipe(run / "recipe.toml"), json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert recipe.max_steps == lines[-1]["step"]
@@ -43,11 +43,7 @@ def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
     assert sum(line["images"] for line in lines) == summary["images_trained"]
     assert summary["stopped"] is None
     assert any("--minutes 0.15" in note for note in summary["notes"])
-
-
-@pytest.mark.slow
-def test_the_recipe_repeats_the_run(run: Path, tmp_path: Path) -> None:
-    """The weights are the same, although the length was corrected on the way."""
+    # The recipe repeats the run, although the length was corrected on the way.
     assert len(load_recipe(run / "recipe.toml").schedule.earlier_lengths) > 2
     assert main(["train", str(run / "recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
     ours, theirs = (read_weights(out / "weights.safetensors")[0] for out in (run, tmp_path / "again"))

@@ -154,26 +154,6 @@ def test_the_run_is_used_in_later_cells(notebook: Notebook, whole: Outputs) -> N
     assert report.text == "", "no warning"
 
 
-def test_data_sets_of_a_class_in_the_cell(notebook: Notebook) -> None:
-    done = notebook.cell("""
-from PIL import Image
-
-class Squares(torch.utils.data.Dataset):
-    classes = ("low", "middle", "high")
-    def __init__(self, rows):
-        self.rows = rows
-    def __len__(self):
-        return len(self.rows)
-    def __getitem__(self, i):
-        return Image.fromarray(images[self.rows[i]]), int(labels[self.rows[i]])
-
-parts = {"train": Squares(range(90)), "test": Squares(range(90, 120))}
-run = flatout.fit(Net(), parts, out="squares", **settings | {"epochs": 1})
-run.classes, run.summary["test_count"]
-""")
-    assert (done.error, done.value) == (None, "(('low', 'middle', 'high'), 30)")
-
-
 def test_an_interrupted_cell_stops_all_ranks_and_can_be_resumed(notebook: Notebook, whole: Outputs) -> None:
     fit = 'run = flatout.fit(Net({pause}), (images, labels), out="stopped", {more}**settings)\nrun.summary["stopped"]'
     stopped = notebook.cell(fit.format(pause=0.2, more=""), when=("epoch 2/6", notebook.interrupt))

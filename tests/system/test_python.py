@@ -182,8 +182,6 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
     )
     assert named.epochs[0]["train_loss"] == listed.epochs[0]["train_loss"]
     assert named.recipe.class_weights == {"1": 3.0}
-    again = flatout.fit(job=named.recipe, data=make_arrays(), out=tmp_path / "again", devices="cpu", quiet=True)
-    assert again.epochs[0]["train_loss"] == named.epochs[0]["train_loss"]
 
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [

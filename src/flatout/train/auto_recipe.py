@@ -51,7 +51,7 @@ FINE_TUNING_BATCHES = ((20_000, 32), (2**63, 64))
 USUAL_OPERATIONS = 1_000_000_000
 
 # Values of recipes for measurements, whatever the user chooses.
-CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
+CHOSEN_BY_ADVICE = {"model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze"}
 
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
@@ -78,7 +78,9 @@ def generate_recipe(
     if "image_size" in changes:
         facts = facts.of_size(changes["image_size"])
     if speeds:
-        speeds = replace(speeds, training=_as_changed(speeds.training, changes))
+        # Measured with the user's changes, such as batch size or precision.
+        measured, rate = {key: changes[key] for key in changes.keys() - CHOSEN_BY_ADVICE}, speeds.training
+        speeds = replace(speeds, training=lambda recipe, classes: rate(recipe.override(measured), classes))
     model, pretrained = str(changes.get("model", "")), changes.get("pretrained")
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
@@ -110,12 +112,6 @@ def generate_recipe(
         ratio = f"the largest class has {facts.balance:.1f} times the images of the smallest"
         reasons["class_weights"] = f"class_weights = balanced: {ratio}"
     return from_dict(recipe), reasons
-
-
-def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
-    """Return a `rate` that measures recipes with the user's changes, such as batch size or precision."""
-    measured = {key: value for key, value in changes.items() if key not in CHOSEN_BY_ADVICE}
-    return lambda recipe, classes: rate(recipe.override(measured), classes)
 
 
 # --- Random weights ---------------------------------------------------------------------------------------------------

@@ -80,18 +80,15 @@ def check(recipe: Recipe, options: Options) -> None:
     Raises:
         InputError: it cannot; the message names the key or the flag and the fix.
     """
-    if not recipe.data.folds or recipe.data.fold:
-        return
-    folds = f"data.folds = {recipe.data.folds}"
-    if options.minutes is not None:
-        raise InputError(f"--minutes {options.minutes:g}: cannot be combined with {folds}; give --epochs")
-    if options.hosts.most > 1 or launched() is not None:
-        raise InputError(f"{folds}: folds are trained on the devices of one host; start flatout there alone")
-    if recipe.schedule.name == "plateau":
-        raise InputError(
-            f"schedule.name = 'plateau': with {folds}, the held-out images must not set the learning rate; "
-            "choose another schedule"
-        )
+    refused = {
+        "--minutes": options.minutes is not None,
+        "several hosts or another launcher": options.hosts.most > 1 or launched() is not None,
+        # The held-out images must not set the learning rate.
+        "schedule.name = 'plateau'": recipe.schedule.name == "plateau",
+    }
+    if recipe.data.folds and not recipe.data.fold and any(refused.values()):
+        names = ", ".join(name for name, is_given in refused.items() if is_given)
+        raise InputError(f"data.folds = {recipe.data.folds}: cannot be combined with {names}; leave one out")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
