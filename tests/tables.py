@@ -16,7 +16,7 @@ def generated(text: str) -> str:
     for word, split in WORDS.items():
         words[split].append(f"`{word}`")
     text = _with_table(text, ("split", "words"), [(split, ", ".join(some)) for split, some in words.items()])
-    return re.sub(r"Images are `[^`]*`", lambda _: f"Images are `{' '.join(IMAGE_SUFFIXES)}`", text)
+    return re.sub(r"Images are `\.[^`]*`", lambda _: f"Images are `{' '.join(IMAGE_SUFFIXES)}`", text)
 
 
 def _with_table(text: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

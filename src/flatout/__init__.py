@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flatout.config import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.inference.predict import Prediction
     from flatout.inference.run import Ensemble, Run, load
-    from flatout.train.callbacks import Callback, MLflow, RunInfo, TensorBoard, Trackio, WandB
+    from flatout.train.callbacks import Callback, RunInfo, TensorBoard, WandB
     from flatout.train.fit import fit
     from flatout.utils.errors import InputError, TrainingFailed
 
@@ -24,7 +24,6 @@ __all__ = [
     "Ensemble",
     "InputError",
     "Look",
-    "MLflow",
     "Momentum",
     "Optimizer",
     "Prediction",
@@ -33,7 +32,6 @@ __all__ = [
     "RunInfo",
     "Schedule",
     "TensorBoard",
-    "Trackio",
     "TrainingFailed",
     "WandB",
     "fit",

@@ -220,7 +220,7 @@ def test_generated_recipes_choose_the_shape(tmp_path, shapes, size, resize) -> N
     for i, (height, width) in enumerate(shapes):
         (tmp_path / f"c{i % 2}").mkdir(exist_ok=True)
         saved(Image.new("RGB", (width, height)), tmp_path / f"c{i % 2}" / f"{i}.png")
-    facts = measure_dataset(find(tmp_path), "", accelerated=False)
+    facts = measure_dataset(find(tmp_path), accelerated=False)
     assert (facts.size, facts.resize) == (size, resize)
     assert facts.why_resize
 

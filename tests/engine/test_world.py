@@ -10,7 +10,7 @@ import torch
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
-from flatout.train.prepare import agree
+from flatout.train.run import agree
 from flatout.utils.errors import InputError, RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
 from tests.engine.test_against_plain_loop import make_recipe

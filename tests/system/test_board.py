@@ -162,9 +162,9 @@ def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     store, hold = (
         RunStore(tmp_path / "runs"),
-        "import time; from pathlib import Path; from flatout.train import claim\n",
+        "import time; from pathlib import Path; from flatout.train import run_dir\n",
     )
-    hold += f"with claim.claimed(Path({str(run)!r}), 'a', resume=True, overwrite=False): print(flush=True); input()"
+    hold += f"with run_dir.claimed(Path({str(run)!r}), 'a', resume=True, overwrite=False): print(flush=True); input()"
     run.parent.mkdir()
     write_run(run, CLASSES).joinpath("summary.json").unlink()
     process = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -151,7 +151,9 @@ def test_a_run_shows_itself_in_a_notebook(run: flatout.Run) -> None:
     assert shown.count('<img style="max-width:45%" src="data:image/png;base64,') == 2
 
 
-def test_wrong_arguments_are_named(run: flatout.Run) -> None:
+def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def fails(message: str, *arguments: object, **changes: object) -> None:
         with pytest.raises(flatout.InputError, match=message):
             flatout.fit(*arguments, **{"quiet": True, "devices": "cpu", **changes})  # pyright: ignore
@@ -160,9 +162,13 @@ def test_wrong_arguments_are_named(run: flatout.Run) -> None:
     fails(r"choose another --out, or --resume or --overwrite", Net(), data, out=run.path)
     fails(r"did you mean 'optimizer.lr'", Net(), data, learning_rate=0.1)
     fails(r"optimizer\.lr is given twice", Net(), data, lr=0.1, optimizer=flatout.SGD())
-    fails(r"optimizer=\"adam\", .* or flatout.Adam", Net(), data, optimizer=3)
-    fails(r'loss="cross-entropy"', Net(), data, loss=3)
+    fails(r"optimizer=\"adam\", .* flatout.Adam", Net(), data, optimizer=3)
+    fails("must return logits", Net(5), data)
+    fails("119", Net(), (data[0], data[1][:-1]))
+    fails("int", Net(), 3)
+    fails("no job and no data")
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
+    assert not (tmp_path / "runs").exists()
     with pytest.raises(flatout.InputError, match="--top 0: must be at least 1"):
         run.predict(data[0], top=0)
 

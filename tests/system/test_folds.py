@@ -15,7 +15,6 @@ from torch import nn
 
 import flatout
 from flatout.cli.main import main
-from flatout.models.weights import read_weights
 from flatout.report.page import draw_all
 
 SETTINGS: dict[str, Any] = {
@@ -123,13 +122,11 @@ def test_the_report_leads_to_those_of_the_folds(finished: flatout.Run) -> None:
 
 
 @pytest.mark.slow
-def test_two_devices_train_the_same_folds(finished: flatout.Run, tmp_path: Path) -> None:
+def test_each_fold_trains_on_all_devices(finished: flatout.Run, tmp_path: Path) -> None:
     both = fit(tmp_path / "run", splits(), devices="2xcpu")
-    for number in (1, 2, 3):
-        one, other = (read_weights(run.path / f"fold-{number}" / "weights.safetensors") for run in (finished, both))
-        assert all(np.array_equal(one[0][name], other[0][name]) for name in one[0])
-    assert np.array_equal(saved(finished)["probabilities"], saved(both)["probabilities"])
-    log = (both.path / "fold-3" / "logs" / "rank-0.log").read_text()
+    assert (both.summary["devices"], both.summary["world_size"]) == ("2xcpu", 2)
+    assert np.allclose(saved(finished)["probabilities"], saved(both)["probabilities"], atol=1e-5)
+    log = (both.path / "fold-3" / "logs" / "rank-1.log").read_text()
     assert "fold 3 of 3" in log
     assert "fold 1 of 3" not in log
 
@@ -228,8 +225,8 @@ def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:
     [
         ({"folds": 1}, "data.folds = 1: must be 0 or at least 2"),
         ({"folds": 61}, "data.folds = 61: there are only 60 images"),
-        ({"schedule": "plateau"}, "schedule.name = 'plateau': with data.folds = 3, the held-out images must not"),
-        ({"minutes": 1}, "--minutes 1: cannot be combined with data.folds = 3"),
+        ({"schedule": "plateau"}, "data.folds = 3: cannot be combined with schedule.name = 'plateau'"),
+        ({"minutes": 1}, "data.folds = 3: cannot be combined with --minutes"),
         ({"data.group_column": "patient"}, "data.group_column = 'patient': arrays have no columns"),
     ],
 )

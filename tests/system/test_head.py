@@ -14,10 +14,10 @@ from torch import nn
 import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
-from flatout.tasks import MultiLabel, Regression, SingleLabel
-from flatout.train import head_stage
+from flatout.tasks import Regression, SingleLabel
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
+from tests.system.interrupted import Killed, kill
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")
@@ -56,23 +56,6 @@ def test_numbers_are_fitted_by_ridge_regression() -> None:
     # mean((xw - t)^2) + 0.1 w^2
     expected = np.linalg.solve(scaled.T @ scaled / 100 + 0.1 * np.eye(5), scaled.T @ targets / 100)
     np.testing.assert_allclose(head.weight[0] * features.std(0), expected, atol=2e-3)
-
-
-def test_several_labels_are_fitted_each_for_itself() -> None:
-    labels = np.random.default_rng(1).integers(0, 2, (150, 3)).astype(np.int64)
-    features = features_of(labels[:, 0])
-    head = fit_head([features], labels, MultiLabel(loss="binary-cross-entropy"), 3, strength=0.1)
-    found = 1 / (1 + np.exp(-(features @ head.weight.T + head.bias)))
-    assert np.abs(found.mean(axis=0) - labels.mean(axis=0)).max() < 0.01  # the bias is free
-    assert ((found[:, 0] > 0.5) == labels[:, 0]).mean() > 0.6
-
-
-def test_cross_validation_prefers_strong_regularisation_for_noise() -> None:
-    rng = np.random.default_rng(5)
-    features = rng.normal(size=(400, 30)).astype(np.float32)
-    clear, noise = (features @ rng.normal(size=30) > 0).astype(np.int64), rng.integers(0, 2, 400)
-    strengths = [fit_head([features], labels, CLASSES, 2).strength for labels in (noise, clear)]
-    assert strengths[0] > 10 * strengths[1]
 
 
 def test_answers_of_the_folds_come_from_heads_that_have_not_seen_the_image() -> None:
@@ -128,14 +111,6 @@ def test_a_run_of_no_epochs_is_its_head(engine: tuple[str, str], tmp_path: Path)
     assert evaluated["test_correct"] == summary["test_correct"]
 
 
-def test_the_recipe_of_a_run_repeats_it(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert main([*HEAD_ONLY, "--devices", "cpu", "--out", str(first)]) == 0
-    assert main(["train", str(first / "recipe.toml"), "--devices", "cpu", "--out", str(second)]) == 0
-    ours, theirs = (read_weights(out / "weights.safetensors")[0] for out in (first, second))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:
     """The fitted head is one of the results to choose from, and the one for all images is kept."""
     bad = ("--epochs", "1", "--lr", "3", "--set", "linear_probe=true", "--devices", "cpu")
@@ -153,7 +128,7 @@ def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
 ) -> None:
     """The engine has another one by then: that for the training images alone, from which fine-tuning would start."""
     # Else the head would be good enough to end before the time of an epoch is measured.
-    monkeypatch.setattr(head_stage, "ENOUGH", 2.0)
+    monkeypatch.setattr("flatout.train.head.ENOUGH", 2.0)
     short = ("--minutes", "0.01", "--epochs", "1", "--set", "linear_probe=true", "--set", f"keep={keep}")
     assert main(["train", "digits", *short, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -161,16 +136,6 @@ def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
     evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
     assert evaluated["test_accuracy"] == summary["test_accuracy"]
     assert evaluated["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
-
-
-def test_fine_tuning_starts_from_a_head_that_has_not_seen_validation_images(tmp_path: Path) -> None:
-    still = ("--epochs", "1", "--lr", "1e-12", "--set", "linear_probe=true", "--set", "keep=last", "--devices", "cpu")
-    assert main(["train", "digits", *still, "--out", str(tmp_path / "run")]) == 0
-    head, last = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert (head["epoch"], last["epoch"]) == (0, 1)
-    # Both have not seen them, but are fitted to other images.
-    assert last["valid_accuracy"] == pytest.approx(head["valid_accuracy"], abs=0.03)
-    assert last["valid_loss"] != head["valid_loss"]
 
 
 @pytest.mark.slow
@@ -184,16 +149,9 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-class Killed(BaseException):
-    """Ends a run as SIGKILL does: what it has written by then stays."""
-
-
 def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*words: object, **named: object) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.head_stage.fit_head", killed)
+        patch.setattr("flatout.train.head.fit_head", lambda *words, **named: kill())
         main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
@@ -217,11 +175,6 @@ def test_a_network_without_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no head can be fitted; set linear_probe = false"):
         flatout.fit(NoHead(), out=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
-
-
-def test_no_epochs_need_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "digits", "--epochs", "0", "--out", str(tmp_path / "run")]) == 2
-    assert "epochs = 0: must be at least 1, or linear_probe must be true" in capsys.readouterr().err
 
 
 def test_class_weights_shift_the_head() -> None:

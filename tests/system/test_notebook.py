@@ -133,9 +133,6 @@ def test_progress_and_result_show_in_the_cell(notebook: Notebook, whole: Outputs
     assert set(whole.left) == {""}, "the bar goes when it is done"
     assert re.findall(r"^epoch (\d)/6 ", whole.text, re.MULTILINE) == list("123456")
     assert notebook.cell('run.summary["devices"], run.summary["world_size"]').value == "('2xcpu', 2)"
-
-
-def test_what_the_model_prints_is_in_the_logs(notebook: Notebook, whole: Outputs) -> None:
     assert "the model speaks" not in whole.text
     for rank in (0, 1):
         assert "the model speaks\n" in (notebook.folder / "whole" / "logs" / f"rank-{rank}.log").read_text()
@@ -172,16 +169,6 @@ def test_an_interrupted_cell_stops_all_ranks_and_can_be_resumed(notebook: Notebo
     assert notebook.cell(f"torch.allclose({', '.join(weights)}, rtol=1e-5)").value == "True"
 
 
-def test_an_interrupt_while_the_ranks_start(notebook: Notebook) -> None:
-    stopped = notebook.cell(
-        "import os, signal\n"
-        "threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
-        'flatout.fit(Net(0.1), (images, labels), out="early", **settings | {"epochs": 1000})'
-    )
-    assert stopped.error == ("KeyboardInterrupt", "")
-    assert notebook.cell("1 + 1").value == "2"
-
-
 def test_a_model_that_other_processes_cannot_have(notebook: Notebook) -> None:
     held = notebook.cell("""
 class Held(Net):
@@ -194,18 +181,6 @@ flatout.fit(Held(), (images, labels), **settings)
     assert held.error is not None
     assert held.error[0] == "InputError"
     assert "Held cannot be copied" in held.error[1]
-    outside = notebook.cell("""
-lock = threading.Lock()
-class Locking(Net):
-    def forward(self, x):
-        with lock:
-            return super().forward(x)
-
-flatout.fit(Locking(), (images, labels), **settings)
-""")
-    assert outside.error is not None
-    assert outside.error[0] == "InputError"
-    assert "lock" in outside.error[1]
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import flatout
 from flatout.cli.main import main
 from flatout.config import load_recipe
-from flatout.engine.torch import accelerator
 from flatout.engine.torch.accelerator import CPU
 from flatout.models.weights import read_weights
-from flatout.train import prepare, probes
+from flatout.train import budget, run
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -24,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return the seconds of a step in each format, which the test may change; steps are taken, their time is not."""
     seconds = {"fp32": 1.0, "bf16": 1.0}
-    real = probes.seconds_per_step
+    real = budget.seconds_per_step
 
     def fake(engine: Any, train: Any, recipe: Any, world: Any, wanted: float, *, first_steps: int) -> float:
         assert real(engine, train, recipe, world, 0.0, first_steps=first_steps) > 0
         return seconds[recipe.precision]
 
     monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32", "bf16"])
-    monkeypatch.setattr(probes, "seconds_per_step", fake)
+    monkeypatch.setattr(budget, "seconds_per_step", fake)
     return seconds
 
 
@@ -65,7 +63,7 @@ def test_a_resumed_run_keeps_its_format(measured: dict[str, float], tmp_path: Pa
 def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one decides, also for those that a later command trains: another measurement may say otherwise."""
     measured["bf16"] = 0.5
-    real = prepare.fastest_precision
+    real = run.fastest_precision
     decided: list[str] = []
 
     def once(*arguments: Any) -> tuple[str, str]:
@@ -74,7 +72,7 @@ def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, mon
         measured["bf16"] = 2.0
         return chosen, reason
 
-    monkeypatch.setattr(prepare, "fastest_precision", once)
+    monkeypatch.setattr(run, "fastest_precision", once)
     out = tmp_path / "run"
     assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out)]) == 0
     shutil.rmtree(out / "fold-3")
@@ -82,14 +80,6 @@ def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, mon
     assert main([*ONE_EPOCH, "--epochs", "2", "--folds", "3", "--out", str(out), "--resume"]) == 0
     assert decided == ["bf16"]
     assert {load_recipe(out / f"fold-{fold}/recipe.toml").precision for fold in (1, 2, 3)} == {"bf16"}
-
-
-@pytest.mark.slow
-def test_the_measurement_leaves_no_trace(measured: dict[str, float], tmp_path: Path) -> None:
-    for name, options in (("measured", ()), ("given", ("--set", "precision=fp32"))):
-        assert main([*ONE_EPOCH, *options, "--out", str(tmp_path / name)]) == 0
-    ours, others = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("measured", "given"))
-    assert all(ours[name].equal(others[name]) for name in ours)
 
 
 @pytest.mark.slow
@@ -105,20 +95,3 @@ def test_a_run_goes_on_where_the_format_is_missing(
     assert "cpu here has only fp32; use --set precision=auto" in capsys.readouterr().err
     assert main(["evaluate", run, "--devices", "cpu"]) == 0
     assert main([*go_on, "--set", "precision=auto"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "limit", "formats"),
-    [
-        ({"avx2"}, "", ["fp32"]),
-        ({"avx512_bf16"}, "", ["fp32", "bf16"]),
-        ({"avx512_bf16"}, "avx512_core_amx", ["fp32", "bf16"]),
-        ({"avx512_bf16"}, "avx512_core", ["fp32"]),
-    ],
-)
-def test_the_formats_of_a_cpu_go_by_its_instructions_and_the_users_limit(
-    flags: set[str], limit: str, formats: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accelerator, "processor_flags", lambda: flags)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert CPU(torch.device("cpu")).precisions() == formats

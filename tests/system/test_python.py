@@ -1,4 +1,4 @@
-"""What users of other libraries bring: torch's objects, DataLoaders, functions of their own; and what a run shows."""
+"""What users of other libraries bring: torch's objects, functions of their own; and what a run shows."""
 
 import dataclasses
 import shutil
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import cohen_kappa_score, confusion_matrix
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchvision.transforms import ToTensor, v2
 
 import flatout
@@ -57,26 +57,26 @@ def share_of_ones(labels: np.ndarray, answers: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
-    """A run from a DataLoader, with torch's optimizer and loss, weights of classes, and metrics."""
+    """A run from a data set of torch's, with its optimizer, weights of classes, and metrics."""
     images, labels = (torch.from_numpy(array) for array in make_arrays(900))
-    loader = DataLoader(TensorDataset(images, labels), batch_size=24, shuffle=True)
     return flatout.fit(
         "parallel-cnn",
-        loader,
+        TensorDataset(images, labels),
+        batch_size=24,
         out=tmp_path_factory.mktemp("runs") / "run",
         epochs=2,
         devices="cpu",
         quiet=True,
         optimizer=flatout.Optimizer(name="torch:RAdam", lr=0.02),
-        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
-        class_weight={0: 1.0, 1: 2.0, 2: 1.0},
+        label_smoothing=0.1,
+        class_weights={"1": 2.0},
         metrics=[cohen_kappa_score, share_of_ones],
     )
 
 
 def test_words_of_other_libraries_are_recipe_keys(run: flatout.Run) -> None:
     recipe = run.recipe
-    assert (recipe.batch_size, recipe.label_smoothing, recipe.class_weights) == (24, 0.1, (1.0, 2.0, 1.0))
+    assert (recipe.batch_size, recipe.label_smoothing, recipe.class_weights) == (24, 0.1, {"1": 2.0})
     assert (recipe.optimizer.name, recipe.optimizer.lr) == ("torch:RAdam", 0.02)
     images, labels = make_arrays(900)
     np.savez(run.path.parent / "data.npz", images=images, labels=labels)
@@ -171,8 +171,6 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
     )
     assert named.epochs[0]["train_loss"] == listed.epochs[0]["train_loss"]
     assert named.recipe.class_weights == {"1": 3.0}
-    again = flatout.fit(job=named.recipe, data=make_arrays(), out=tmp_path / "again", devices="cpu", quiet=True)
-    assert again.epochs[0]["train_loss"] == named.epochs[0]["train_loss"]
 
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
@@ -181,24 +179,24 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"transform": torch.clone, "engine": "xla"}, "transform: a function of your own .*: the XLA engine"),
     ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
     ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
-    ({"metrics": [lambda labels, answers: 0]}, "without a name"),
-    ({"metrics": {"accuracy": share_of_ones}}, "accuracy is the name of a built-in metric"),
-    ({"metrics": ["f1"]}, "'f1' is not a function of labels and answers; always computed: accuracy"),
+    ({"metrics": [lambda labels, answers: 0]}, "<lambda>. is not a function .* with a name of its own"),
+    ({"metrics": {"accuracy": share_of_ones}}, "accuracy. is not a function .* with a name of its own"),
+    ({"metrics": ["f1"]}, "'f1' is not a function .*. Always computed: accuracy"),
     ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
     ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
-    ({"class_weight": {"0": "2"}}, "class_weights.0 = '2': must be a finite number"),
-    ({"class_weight": {"0": -1.0}}, "class_weights = .*must be at least 0"),
+    ({"class_weights": {"0": "2"}}, "class_weights.0 = '2': must be a finite number"),
+    ({"class_weights": {"0": -1.0}}, "class_weights = .*must be at least 0"),
     (
         {"transform": v2.functional.to_pil_image},
         r"returned Image; .*float32 \[1, 8, 8\] in 0..1; leave ToTensor,",
     ),
     ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
     ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
-    ({"transform": "flip"}, r"transform: 'f' is not a function of an image \[C, H, W\]"),
+    ({"transform": "flip"}, "transform: 'f' is not a function of images"),
     ({"augment": torch.clone}, "functions go into transform= or batch_transforms="),
-    ({"transforms": torch.clone}, r"transforms: fit has no such argument; did you mean 'transform'\?"),
-    ({"callback": []}, r"callback: fit has no such argument; did you mean 'callbacks'\?"),
+    ({"callback": []}, "unknown recipe key 'callback'"),
+    ({"data": DataLoader(TensorDataset(torch.zeros(3)))}, "instead of a DataLoader, give loader.dataset"),
 ]
 
 
@@ -226,10 +224,8 @@ def test_what_cannot_be_used_is_refused(given: dict[str, Any], message: str, tmp
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": torch.optim.Adam}, r'flatout makes it on every device: optimizer="adam", "torch:RAdam"'),
-    ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"CrossEntropyLoss\(ignore_index=0\) has no recipe key"),
-    ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1), "label_smoothing": 0.2}, "label_smoothing is given twice"),
-    ({"class_weight": {1: 1.0, 2: 2.0}}, "the keys are 1, 2; they must be class names, or 0 to 1"),
+    ({"optimizer": torch.optim.Adam}, r'give a name, such as optimizer="adam"'),
+    ({"optimizer": {"lr": 0.1}, "lr": 0.2}, "optimizer.lr is given twice"),
 ]
 
 
@@ -237,15 +233,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 def test_arguments_without_a_key(given: dict[str, Any], message: str) -> None:
     with pytest.raises(flatout.InputError, match=message):
         recipe_changes(given)
-
-
-def test_loaders_that_do_what_flatout_would_not(tmp_path: Path) -> None:
-    data = TensorDataset(*(torch.from_numpy(array) for array in make_arrays()))
-    weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * len(data), len(data)))
-    with pytest.raises(flatout.InputError, match=r'WeightedRandomSampler, cannot be used.*class_weights="balanced"'):
-        fit(tmp_path / "run", weighted)
-    with pytest.raises(flatout.InputError, match="collate_fn"):
-        fit(tmp_path / "run", {"train": DataLoader(data, collate_fn=list)})
 
 
 class Stream(IterableDataset):
@@ -281,7 +268,7 @@ def test_data_sets_of_dicts_and_streams() -> None:
     rows = from_python(Rows())
     assert rows.classes == ("low", "middle", "high")
     np.testing.assert_array_equal(rows.labels, labels[:30])
-    with pytest.raises(flatout.InputError, match=r"item 0 is a dict of photo, label; name its image one of image, img"):
+    with pytest.raises(flatout.InputError, match=r"item 0 is a dict of photo, label; a pair"):
         from_python([{"photo": images[0], "label": 0}] * 3)
     with pytest.raises(flatout.InputError, match="the data set is empty"):
         from_python(iter([]))

@@ -209,7 +209,7 @@ def test_checkpoints_take_a_small_share_of_the_time(
         saved.append(now[0])
         now[0] += 2.0
 
-    monkeypatch.setattr("flatout.train.checkpoint.Checkpoint.save", save)
+    monkeypatch.setattr("flatout.train.run_dir.Checkpoint.save", save)
     monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
 
     def advance(self: monitor.Monitor) -> None:

@@ -1,7 +1,6 @@
 """The command line from end to end: runs, their folders, and what bad input gets."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,15 +16,10 @@ from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from tests.system.run_files import metrics, summary, weights
 
-FOLDER = (
-    "recipe.toml metrics.jsonl summary.json weights.safetensors checkpoints logs"
-    " predictions.png curves.png confusion.png report.html"
-)
-KEYS = (
-    "job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second"
-    " train_seconds setup_seconds wall_seconds train_loss valid_loss valid_accuracy test_loss test_accuracy"
-    " test_correct test_count peak_rss_bytes peak_device_bytes input_wait_fraction versions"
-)
+FOLDER = "recipe.toml metrics.jsonl summary.json weights.safetensors checkpoints logs report.html predictions.png"
+KEYS = """job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second
+    train_seconds setup_seconds wall_seconds train_loss valid_loss valid_accuracy test_loss test_accuracy test_correct
+    test_count peak_rss_bytes peak_device_bytes input_wait_fraction versions"""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +44,9 @@ def make_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[s
 
 
 def test_the_run_folder_is_complete(digits: Path) -> None:
-    assert {p.name for p in digits.iterdir()} >= set(FOLDER.split())
+    assert {p.name for p in digits.iterdir()} >= {*FOLDER.split(), "curves.png", "confusion.png"}
     figures = summary(digits)
-    assert figures.keys() >= set(KEYS.split())
+    assert [key for key in KEYS.split() if key not in figures] == []
     assert figures["test_accuracy"] == figures["test_correct"] / figures["test_count"] >= 0.9
     assert figures["images_trained"] == 6 * figures["train_images"]
     assert figures["images_per_second"] == pytest.approx(figures["images_trained"] / figures["train_seconds"])
@@ -63,14 +57,6 @@ def test_the_run_folder_is_complete(digits: Path) -> None:
     _, metadata = read_weights(digits / "weights.safetensors")
     assert json.loads(metadata["classes"]) == list("0123456789")
     assert (metadata["image_size"], metadata["channels"], metadata["model"]) == ("8", "1", "parallel-cnn")
-
-
-def test_evaluate_gives_the_same_count_again(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(digits), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    expected = summary(digits)
-    assert result["test_correct"] == expected["test_correct"]
-    assert result["test_loss"] == expected["test_loss"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -94,34 +80,6 @@ def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
     assert (by_hand.numpy() == data.target).mean() > 0.9
     predictions = run.predict(pixels[:5], top=1)
     assert [p.classes[0] for p in predictions] == [str(int(i)) for i in by_hand[:5]]
-
-
-def test_predict_names_classes_of_files_and_folders(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
-    (tmp_path / "more").mkdir()
-    Image.fromarray(np.full((30, 20, 3), 90, np.uint8)).save(tmp_path / "more" / "b.JPG", "JPEG")
-    files = [str(tmp_path / "a.png"), str(tmp_path / "more")]
-    assert main(["predict", str(digits), *files, "--top", "3", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert [Path(p["file"]).name for p in result["predictions"]] == ["a.png", "b.JPG"]
-    for prediction in result["predictions"]:
-        probabilities = [p["probability"] for p in prediction["predictions"]]
-        assert len(probabilities) == 3
-        assert probabilities == sorted(probabilities, reverse=True)
-        assert 0 < sum(probabilities) <= 1.0001
-
-
-def test_report_is_drawn_again_without_the_data(digits: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(digits, copy)
-    for name in ("report.html", "curves.png", "predictions.png", "confusion.png"):
-        (copy / name).unlink()
-    assert main(["report", str(copy)]) == 0
-    assert (copy / "report.html").stat().st_size > 20_000
-    with Image.open(copy / "predictions.png") as picture:
-        assert picture.width > 300
 
 
 def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, capsys) -> None:
@@ -161,13 +119,14 @@ def test_folders_of_pictures_without_a_recipe_and_others_of_the_same_classes(tmp
     assert figures["test_accuracy"] == 1.0
     assert main(["train", str(data), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run2")]) == 0
     assert summary(tmp_path / "run2")["pack_was_cached"]
-    # Other data: its classes are found by name.
-    other = make_folders(tmp_path / "other", per_class=3)
+    # Classes of other data are matched by name.
+    other, run = make_folders(tmp_path / "other", per_class=3), str(tmp_path / "run")
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "run"), "--data", str(other), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["test_correct"] == 6
+    assert main(["evaluate", run, "--data", str(other), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["test_count"], result["test_correct"]) == (6, 6)
     (other / "bright").rename(other / "purple")
-    assert main(["evaluate", str(tmp_path / "run"), "--data", str(other)]) == 2
+    assert main(["evaluate", run, "--data", str(other)]) == 2
     assert "'purple'" in capsys.readouterr().err
 
 
@@ -207,54 +166,22 @@ def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, capsys) -> None:
-    data = make_folders(tmp_path / "data", per_class=20)
-    (data / "dark" / "000.jpg").write_bytes(b"")
-    (data / "dark" / "001.jpg").write_text("<html>not found</html>")
-    cut = (data / "bright" / "002.jpg").read_bytes()
-    (data / "bright" / "002.jpg").write_bytes(cut[: len(cut) // 2])
-    arguments = ["train", str(data), "--epochs", "1", "--devices", "cpu"]
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert all(name in error for name in ("dark/000.jpg", "dark/001.jpg", "bright/002.jpg", "HTML"))
-    assert not (tmp_path / "run").exists()
-    skip = ["--on-bad-image", "skip", "--set", "data.max_bad_share=0.1"]
-    assert main([*arguments, *skip, "--out", str(tmp_path / "run")]) == 0
-    figures = summary(tmp_path / "run")
-    assert len(figures["skipped_images"]) == 3
-    assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 37
-    assert main([*arguments, "--on-bad-image", "skip", "--out", str(tmp_path / "run2")]) == 2
-    assert "0.05" in capsys.readouterr().err or "5" in capsys.readouterr().err
-
-
 def test_importing_flatout_does_not_import_torch() -> None:
     code = "import sys, flatout, flatout.cli.main; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_resume_and_overwrite_contradict_each_other(digits: Path, capsys) -> None:
-    before = (digits / "weights.safetensors").read_bytes()
-    assert main(["train", "--resume", "--overwrite", "--out", str(digits)]) == 2
-    assert "contradict" in capsys.readouterr().err
-    assert (digits / "weights.safetensors").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(["--batch-size", "7"], "batch_size = 64"), (["--epochs", "3"], "6 are done"), (["--lr", "1"], "optimizer.lr")],
+    [
+        (["--batch-size", "7"], "batch_size = 64"),
+        (["--epochs", "3"], "6 are done"),
+        (["--lr", "1"], "optimizer.lr"),
+        (["--overwrite"], "contradict"),
+    ],
 )
 def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], message: str, capsys) -> None:
     recipe = (digits / "recipe.toml").read_bytes()
     assert main(["train", "--resume", "--out", str(digits), *changes]) == 2
     assert message in capsys.readouterr().err
     assert (digits / "recipe.toml").read_bytes() == recipe
-
-
-def test_evaluating_leaves_the_model_as_it_was(digits: Path) -> None:
-    run = flatout.load(digits)
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
-    before = run.predict(pixels)
-    run.evaluate(devices="cpu")
-    assert not run.model.training
-    assert run.predict(pixels) == before

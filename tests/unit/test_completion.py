@@ -23,7 +23,7 @@ done
 
 OFFERED = {
     "flatout train --weig": {"--weights"},
-    "flatout train --track _": {"tensorboard", "wandb", "trackio", "mlflow"},
+    "flatout train --track _": {"tensorboard", "wandb"},
     "flatout train pho": {"photos", "phone.csv"},
     "flatout train --set augment.f": {"augment.flip="},
     "flatout train --devices 2": {"2xcpu"},

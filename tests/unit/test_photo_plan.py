@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flatout.data.source import ImageDataset
 from flatout.models.hub import BACKBONES
 from flatout.train import photo_plan
+from flatout.train.dataset_stats import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
@@ -17,15 +20,26 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(photo_plan, "physical_cores", lambda: 2)
 
 
-def plan(seconds: float | None, images: int = 2000, *, slowness: float = 1.0, **options: Any) -> PhotoPlan:
+def plan(
+    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, size: int = 0
+) -> PhotoPlan:
     """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
 
     def rate(model: str, size: Any) -> float:
-        return (400.0 if model == SMALL.model else 100.0) * (224 / size) ** 2 / slowness
+        return (100.0 if model == LARGE.model else 400.0) * (224 / size) ** 2 / slowness
 
-    given = {"training_images": images // 2, "batch_size": 32, "classes": 10, "ratio": 1.0, "size": None}
-    options = {"images": images, "seconds": seconds, "rate": rate, "accelerated": False, **given, **options}
-    return plan_photos([SMALL, LARGE], **options)
+    labels = np.arange(images) % 10
+    pixels = np.broadcast_to(np.zeros((1, 300, 300, 3), np.uint8), (images, 300, 300, 3))
+    found = ImageDataset(
+        kind="images",
+        path=None,
+        images=pixels,
+        labels=labels,
+        classes=tuple("0123456789"),
+        splits={"train": (0, images // 2), "test": (images // 2, images)},
+    )
+    facts = measure_dataset(found, accelerated=False, seconds=seconds)
+    return plan_photos(facts.of_size(size) if size else facts, backbones, 32, 3, rate)
 
 
 def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
@@ -70,25 +84,10 @@ def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:
     assert found.backbone == LARGE
 
 
-def test_the_size_that_the_user_gives_is_kept() -> None:
-    assert plan(600, size=160).image_size == 160
-
-
-def test_a_network_that_takes_one_size_gets_it() -> None:
+def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
     fixed = replace(SMALL, model="timm:levit_128s")
-    found = plan_photos(
-        [fixed],
-        images=10**6,
-        training_images=10**6,
-        batch_size=32,
-        classes=2,
-        ratio=1.0,
-        size=None,
-        accelerated=False,
-        seconds=60.0,
-        rate=None,
-    )
-    assert found.image_size == 224
+    assert plan(60, 10**6, [fixed], slowness=100).image_size == 224
+    assert plan(600, size=160).image_size == 160
 
 
 def test_reasons_name_the_speed_and_the_time() -> None:

@@ -8,8 +8,8 @@ import flatout
 from flatout.config import Recipe, from_dict, known_keys, load_recipe
 from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
-from flatout.train.checkpoint import Checkpoint
 from flatout.train.progress import Progress
+from flatout.train.run_dir import Checkpoint
 from flatout.utils.errors import InputError
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)

@@ -24,7 +24,7 @@ from flatout.data.pack import open_pack
 from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
 from flatout.tasks import Task, confusion, task_named
-from flatout.train.claim import Holder, holder
+from flatout.train.run_dir import Holder, holder
 from flatout.utils import run_files
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import METRICS, PREDICTIONS, RECIPE, SUMMARY, WEIGHTS, Predictions, RunFiles, visible

@@ -103,7 +103,7 @@ def do_train(args: Namespace, console: Console) -> None:
     began = time.perf_counter()
     from flatout.distributed.environment import Hosts
     from flatout.engine.devices import parse_devices
-    from flatout.train import claim
+    from flatout.train import run_dir
     from flatout.train.callbacks import callbacks_of
     from flatout.train.recipes import resolve, start_of
     from flatout.train.request import Options, TrainRequest, check
@@ -122,7 +122,7 @@ def do_train(args: Namespace, console: Console) -> None:
     job = _job_to_resume(args) if args.resume else args.job
     changes, reasons = changes_of(args), list[str]()
     plain, is_complete = start_of(job, changes)
-    claim.check(options)
+    run_dir.check(options)
     check(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
         # The name alone: a URL may contain a password.
@@ -430,7 +430,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
         size=size,
-        channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
+        channels=args.channels or measure_dataset(found, accelerated=False).channels,
         **{name: getattr(recipe.data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
     )
     pack = build_pack(found, settings, args.out, report=console)

@@ -58,16 +58,23 @@ class Control:
         outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
         incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
         stop: the signals that this process has received, INTERRUPT and TERMINATE; requested with every step.
-        stop_signals: which of them end a pass without gradients.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self._requested = self._received = self.stop = Flag.NONE
-        self.stop_signals = Flag.INTERRUPT | Flag.TERMINATE
+        self._stop_signals = Flag.INTERRUPT | Flag.TERMINATE
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
+
+    def note_signal(self, number: int) -> None:
+        """Note a signal that this process has received, SIGINT or SIGTERM."""
+        self.stop |= Flag.TERMINATE if number == signal.SIGTERM else Flag.INTERRUPT
+
+    def ignore_interrupts(self) -> None:
+        """From now on, only SIGTERM ends a pass without gradients."""
+        self._stop_signals = Flag.TERMINATE
 
     def request(self, flags: Flag) -> None:
         """Set the flags to send with the next step, which replace earlier ones."""
@@ -100,7 +107,7 @@ class Control:
             stop = self.received()
             # Requests of the last training steps are for the loop.
             self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
-        if stop := stop & self.stop_signals:
+        if stop := stop & self._stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
     def exchange(self) -> None:

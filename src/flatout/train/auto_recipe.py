@@ -13,17 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.config import Recipe, from_dict, with_settings
+from flatout.config import Recipe, from_dict
 from flatout.config.settings import Size, collapse_size, sides
-from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Rate, Speeds
 from flatout.models.build import default_shape, usable_size
-from flatout.train.dataset_stats import PHOTO, DatasetStats, measure_dataset, of_shape, side_of
+from flatout.train.dataset_stats import PHOTO, DatasetStats, of_shape
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
 
 if TYPE_CHECKING:
     from flatout.models.hub import Backbone
+
+    Report = Callable[[str], None]
 
 # Classes are weighted from this ratio of the largest to the smallest on.
 UNBALANCED = 3.0
@@ -50,50 +51,43 @@ FINE_TUNING_BATCHES = ((20_000, 32), (2**63, 64))
 USUAL_OPERATIONS = 1_000_000_000
 
 # Values of recipes for measurements, whatever the user chooses.
-CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
+CHOSEN_BY_ADVICE = {"model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze"}
 
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
 
 
 def generate_recipe(
-    found: DataSource | ImageDataset,
+    facts: DatasetStats,
     path: str,
     changes: Mapping[str, Any],
-    *,
-    accelerated: bool,
-    seconds: float | None = None,
-    began: float | None = None,
     speeds: Speeds | None = None,
-    report: Callable[[str], None] = lambda sentence: None,
-    fetch: bool = True,
+    report: "Report | None" = lambda sentence: None,
 ) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
-        path: the data path written into the recipe.
         changes: the keys set by the user, which determine the form of the recipe.
-        seconds: the time budget, which began at `began`, by time.perf_counter; None for none.
         speeds: measures on the devices of the run; None if they are not available.
-        report: receives messages about weights that were downloaded or are unavailable.
-        fetch: whether published weights are searched for or downloaded; else they are assumed to exist.
+        report: receives messages about weights that were downloaded or are unavailable. If None, published weights are
+            neither searched for nor downloaded, but assumed to exist.
 
     Raises:
-        InputError: none of the images, or not the user's weights, can be read.
+        InputError: the user's weights cannot be read.
     """
-    facts = measure_dataset(found, path, accelerated=accelerated, seconds=seconds, began=began)
     if "image_size" in changes:
-        facts = _of_size(facts, changes["image_size"])
+        facts = facts.of_size(changes["image_size"])
     if speeds:
-        speeds = replace(speeds, training=_as_changed(speeds.training, changes))
-    model, is_required = str(changes.get("model", "")), bool(changes.get("pretrained"))
-    is_scratch = changes.get("pretrained") is False
+        # Measured with the user's changes, such as batch size or precision.
+        measured, rate = {key: changes[key] for key in changes.keys() - CHOSEN_BY_ADVICE}, speeds.training
+        speeds = replace(speeds, training=lambda recipe, classes: rate(recipe.override(measured), classes))
+    model, pretrained = str(changes.get("model", "")), changes.get("pretrained")
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
-    elif not is_scratch and (model.startswith("timm:") or (model and is_required and facts.suits_backbones)):
-        recipe, reasons = _from_named(facts, model, speeds, report if fetch else None, is_required)
-    elif not is_scratch and not model and facts.suits_backbones:
-        recipe, reasons = _from_backbone(facts, speeds, report if fetch else None, is_required)
+    elif pretrained is not False and (model.startswith("timm:") or (model and pretrained and facts.suits_backbones)):
+        recipe, reasons = _from_named(facts, model, speeds, report, bool(pretrained))
+    elif pretrained is not False and not model and facts.suits_backbones:
+        recipe, reasons = _from_backbone(facts, speeds, report, bool(pretrained))
     elif model and not model.startswith("fast-cnn"):
         recipe, reasons = _any_model(facts, model)
     else:
@@ -120,15 +114,7 @@ def generate_recipe(
     return from_dict(recipe), reasons
 
 
-def _of_size(facts: DatasetStats, image_size: Any) -> DatasetStats:
-    size = with_settings({"image_size": image_size}).image_size
-    return replace(facts, size=size, side=side_of(size), is_size_given=True)
-
-
-def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
-    """Return a `rate` that measures recipes with the user's changes, such as batch size or precision."""
-    measured = {key: value for key, value in changes.items() if key not in CHOSEN_BY_ADVICE}
-    return lambda recipe, classes: rate(recipe.override(measured), classes)
+# --- Random weights ---------------------------------------------------------------------------------------------------
 
 
 def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
@@ -163,12 +149,14 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         recipe["clip_norm"] = 1.0
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MAX_EPOCHS)
     seconds = facts.seconds or SECONDS
-    training, speed, seen = _training_seconds(seconds), 0.0, enough
+    # Without imports, measurements, evaluations and report.
+    training, speed, seen = max(0.95 * seconds - 15, seconds / 2), 0.0, enough
     if rate:
         # The slowest candidate with enough epochs within the time, or else the fastest.
         for size, width, epochs in _candidates(facts, model, enough):
             candidate = recipe | {"image_size": size, "model": f"fast-cnn-{width}"}
-            measured = rate(facts.measured(candidate), facts.classes)
+            plain = from_dict({**candidate, "channels": facts.channels, "task": facts.task, "linear_probe": False})
+            measured = rate(plain, facts.classes)
             is_enough = training * measured >= epochs * facts.images
             if is_enough or not speed:
                 recipe, speed, seen = candidate, measured, epochs
@@ -183,8 +171,6 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
     why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
     expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
-    if speed and fitting < enough // FEWER and recipe["model"] != f"fast-cnn-{WIDTHS[0]}":
-        expected += f"; a narrower network may learn more in {duration(seconds)}"
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     reasons = {
         "image_size": why_size,
@@ -198,11 +184,6 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         what = "moved and mirrored" if augment["flip"] else "moved"
         reasons["tta"] = f"tta = true: an answer is the mean over the image and {what} copies; --set tta=false for one"
     return recipe, reasons
-
-
-def _training_seconds(seconds: float) -> float:
-    """Return the seconds of a budget left for training, without imports, measurements, evaluations and report."""
-    return max(0.95 * seconds - 15, seconds / 2)
 
 
 def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size, int, int]]:
@@ -220,13 +201,36 @@ def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size
     ]
 
 
-def _from_named(
-    facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
-) -> Advice:
-    """Return a recipe for a network that the user names, from published weights if available.
+def _any_model(facts: DatasetStats, model: str) -> Advice:
+    epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
+    if facts.side >= PHOTO:
+        augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"
+    else:
+        augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
+    return {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": epochs,
+        "batch_size": batch,
+        "label_smoothing": 0.1 if facts.classes > 10 else 0.0,
+        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.01},
+        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
+        "augment": augment,
+    }, {
+        "epochs": f"epochs = {epochs}: for {facts.images:,} training images",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": f"augment: random {changes}",
+        "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
+    }
 
-    Without `report`, weights are not searched for.
-    """
+
+# --- Published weights, or the user's ---------------------------------------------------------------------------------
+
+
+def _from_named(
+    facts: DatasetStats, model: str, speeds: Speeds | None, report: "Report | None", is_required: bool
+) -> Advice:
+    """Return a recipe for a network that the user names, from published weights if available."""
     from flatout.models import hub
 
     try:
@@ -242,13 +246,8 @@ def _from_named(
         return _any_model(facts, model)
 
 
-def _from_backbone(
-    facts: DatasetStats, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
-) -> Advice:
-    """Return a recipe from published weights, or from random ones if those are unavailable and not required.
-
-    Without `report`, weights are not searched for.
-    """
+def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: "Report | None", is_required: bool) -> Advice:
+    """Return a recipe from published weights, or from random ones if those are unavailable and not required."""
     from flatout.models import hub
     from flatout.models.hub import BACKBONES, installed_backbones
 
@@ -294,19 +293,19 @@ def _backbone_named(model: str) -> "Backbone":
     if known := backbone_named(model):
         return replace(known, model=model)
     name = model.removeprefix("timm:")
-    config, operations, parameters = timm.get_pretrained_cfg(name), 0, 0
+    config, operations, parameters = timm.get_pretrained_cfg(name), USUAL_OPERATIONS, 0
     _, size, channels = default_shape(model)
     with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():  # timm's code may raise anything
         network = timm.create_model(name).eval()
         parameters = sum(p.numel() for p in network.parameters())
         with FlopCounterMode(display=False) as counter:
             network(torch.empty(1, channels, *sides(size)))
-        operations = counter.get_total_flops() // 2
+        operations = counter.get_total_flops() // 2 or USUAL_OPERATIONS
     normalisation: Any = {} if config is None else {"mean": tuple(config.mean), "std": tuple(config.std)}
     return Backbone(
         model=model,
         parameters=parameters,
-        operations=operations or USUAL_OPERATIONS,
+        operations=operations,
         top1=0.0,
         image_size=max(sides(size)),
         **normalisation,
@@ -323,24 +322,21 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
-    size = None
-    if "image_size" in about and not facts.is_size_given:
-        size = with_settings({"image_size": json.loads(about["image_size"])}).image_size
+    of_run = facts.of_size(json.loads(about["image_size"])) if "image_size" in about else facts
+    if facts.is_size_given:
+        of_run = facts
     if name.startswith("timm:"):
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
-        if size:
-            recipe["image_size"] = usable_size(name, size, channels=facts.channels)
+        if of_run is not facts:
+            recipe["image_size"] = usable_size(name, of_run.size, channels=facts.channels)
             reasons["image_size"] = "; as the weights are"
+    elif name.startswith("fast-cnn"):
+        # The weight shapes of most small networks depend on the image size. After a minute on Caltech 101 from weights
+        # of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
+        recipe, reasons = _fast_cnn(of_run, name, speeds and speeds.training)
+        reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
     else:
-        # The weight shapes of most small networks depend on the image size.
-        if size:
-            facts = _of_size(facts, size)
-        if name.startswith("fast-cnn"):
-            # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
-            recipe, reasons = _fast_cnn(facts, name, speeds and speeds.training)
-            reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
-        else:
-            recipe, reasons = _fine_tuning(facts, name)
+        recipe, reasons = _fine_tuning(of_run, name)
     if "mean" in about and len(json.loads(about["mean"])) == recipe.get("channels", facts.channels):
         recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
     recipe |= {"weights": str(weights), "pretrained": True}
@@ -354,41 +350,28 @@ def _fitted_head(
     from flatout.train.photo_plan import fine_tuning_of, plan_photos
 
     channels = 3 if facts.channels == 1 else facts.channels
-    size = facts.size if facts.is_size_given else None
+    start = {"weights": weights} if weights else {"pretrained": True}
+
+    def normalisation(backbone: "Backbone") -> dict[str, Any]:
+        """Return mean and standard deviation, if the network defines them for that number of channels."""
+        return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
 
     def rate(model: str, image_size: Size) -> float:
         known = next(backbone for backbone in backbones if backbone.model == model)
-        start = {"weights": weights} if weights else {"pretrained": True}
-        recipe = {
-            "model": model,
-            "image_size": image_size,
-            "channels": channels,
-            "epochs": 1,
-            "batch_size": 32,
-            **start,
-        }
-        return speeds.features(from_dict({**recipe, "data": _normalisation(known, channels)})) if speeds else 0.0
+        plain = {"model": model, "image_size": image_size, "channels": channels, "epochs": 1, "batch_size": 32}
+        assert speeds is not None
+        return speeds.features(from_dict({**plain, **start, "data": normalisation(known)}))
 
-    plan = plan_photos(
-        backbones,
-        images=facts.every,
-        training_images=facts.images,
-        batch_size=facts.by_images(FINE_TUNING_BATCHES),
-        classes=facts.classes,
-        ratio=facts.ratio,
-        size=size,
-        accelerated=facts.accelerated,
-        seconds=facts.left,
-        rate=rate if speeds else None,
-        channels=channels,
-    )
+    batch_size = facts.by_images(FINE_TUNING_BATCHES)
+    plan = plan_photos(facts, backbones, batch_size, channels, rate if speeds else None)
     recipe, reasons = _fine_tuning(facts, plan.backbone.model)
     recipe |= {
         "image_size": plan.image_size,
         "channels": channels,
         "epochs": plan.epochs,
         "tta": plan.mirrored,
-        "data": _normalisation(plan.backbone, channels),
+        "data": normalisation(plan.backbone),
+        "pretrained": True,
     }
     if plan.epochs:
         recipe["ema"] = plan.averaging
@@ -396,15 +379,8 @@ def _fitted_head(
         if not facts.accelerated:
             # Number formats are not measured: the frozen layers, most of the work, compute in 32 bits.
             recipe["precision"] = "fp32"
-    if not weights:
-        recipe["pretrained"] = True
     kept = ("batch_size", "augment") if plan.epochs else ()
-    return recipe, plan.reasons | {key: reasons[key] for key in kept}
-
-
-def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
-    """Return mean and standard deviation of the channels, if the network defines them for that number."""
-    return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
+    return recipe, {**plan.reasons, **{key: reasons[key] for key in kept}}
 
 
 def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
@@ -429,27 +405,4 @@ def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
         "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
         "augment": "augment: random flip; --set augment.flip=false for text and signs",
-    }
-
-
-def _any_model(facts: DatasetStats, model: str) -> Advice:
-    epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
-    if facts.side >= PHOTO:
-        augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"
-    else:
-        augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
-    return {
-        "model": model,
-        "image_size": facts.size,
-        "epochs": epochs,
-        "batch_size": batch,
-        "label_smoothing": 0.1 if facts.classes > 10 else 0.0,
-        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.01},
-        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
-        "augment": augment,
-    }, {
-        "epochs": f"epochs = {epochs}: for {facts.images:,} training images",
-        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
-        "augment": f"augment: random {changes}",
-        "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
     }

@@ -1,23 +1,31 @@
-"""`--minutes`: the steps that fit into a time budget, measured on the run's devices and corrected during training."""
+"""Measurements with real steps before training: the steps that fit into `--minutes`, and the fastest number format."""
 
+import contextlib
+import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.augment import tta_views
 from flatout.inference.calibration import TRAINING_IMAGES
 from flatout.train.photo_plan import MAX_FINE_TUNING
+from flatout.train.run_dir import write_recipe
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
+    from flatout.data.batches import Split
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
-    from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
+    from flatout.train.request import TrainContext
 
 # Seconds for weights, predictions, pictures, the report and the end of the processes, without the last evaluation.
 REPORT_SECONDS = 10.0
@@ -32,6 +40,9 @@ REPLAN_SHARE, TOLERANCE = 0.05, 0.02
 # If the set-up took longer than planned, as on a busy machine, one epoch of at most this share of the budget is still
 # trained, provided the run ends within this many budgets: the user gets a model.
 SHORT_EPOCH, LATEST_END = 0.1, 1.5
+# For the number format: training images, in batches, and seconds of each measurement. The formats alternate, and the
+# minimum of each counts: the first steps warm up, and other load makes steps slower, never faster.
+PRECISION_BATCHES, PRECISION_SECONDS, PRECISION_ROUNDS = 4, 0.25, 3
 
 
 @dataclass(kw_only=True)
@@ -126,7 +137,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     """With a time budget, choose the number of steps from the measured time of some.
 
     If there is no time for an epoch, the fitted head is the result: no budget is returned, and the context has no
-        epochs and no datasets.
+    epochs and no datasets.
     """
     recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
     seconds = context.options.seconds
@@ -140,7 +151,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
         # Whatever the value of `keep`, the weights are those of the evaluated head.
         stage.give(context.engine)
         log.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
-        return replace(context.with_recipe(recipe.without_fine_tuning()), datasets={}), None
+        return replace(with_length(context, recipe.without_fine_tuning()), datasets={}), None
     planned, late = world.from_main(lambda: budget.plan(recipe, done))
     count, per_second = planned.total_steps(context.steps_per_epoch) - done, recipe.batch_size / rates.step
     fit = f"{count:,} steps fit, {count / context.steps_per_epoch:.1f} epochs, at {per_second:,.0f} images per second"
@@ -151,7 +162,18 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
             "would help more than minutes"
         )
     log.lap("measure")
-    return context.with_recipe(planned), budget
+    return with_length(context, planned), budget
+
+
+def with_length(context: "TrainContext", recipe: Recipe) -> "TrainContext":
+    """Return the context with the main process's `recipe` of another length, and write it into the run folder.
+
+    All ranks call this.
+    """
+    recipe = context.world.broadcast_object(recipe)
+    if recipe != context.recipe and context.world.is_main:
+        write_recipe(context.run_dir, recipe)
+    return replace(context, recipe=recipe)
 
 
 def _measure(context: "TrainContext", seconds: float) -> Rates:
@@ -214,3 +236,28 @@ def seconds_per_step(
 
 def _longest(world: "World", seconds: float) -> float:
     return max(world.all_gather_object(seconds))
+
+
+def fastest_precision(
+    make: "Callable[[Recipe], Engine]", samples: "Split", recipe: Recipe, world: "World", formats: Sequence[str]
+) -> tuple[str, str]:
+    """Return the fastest number format, and an explanation; all ranks call this.
+
+    `formats` are those of the device, the default first; bf16 is one of them. A few training `samples` are used.
+    """
+    from flatout.engine.torch.accelerator import BF16_WORTH
+
+    count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
+    first_batches = islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)
+    few = samples.at(np.sort(np.concatenate([batch.samples for batch in first_batches])[:count]))
+    default = formats[0]
+    seconds = dict.fromkeys((default, "bf16"), math.inf)
+    for name in PRECISION_ROUNDS * (default, "bf16"):
+        one = recipe.override({"precision": name})
+        with contextlib.closing(make(one)) as engine:
+            each = seconds_per_step(engine, engine.place(few), one, world, PRECISION_SECONDS, first_steps=1)
+            seconds[name] = min(seconds[name], each)
+    gain = seconds[default] / seconds["bf16"]
+    chosen = "bf16" if gain >= BF16_WORTH else default
+    compared = f"{gain:.1f} times as fast as" if gain >= 1.05 else "no faster than"
+    return chosen, f"a step in bf16 is {compared} in {default}"

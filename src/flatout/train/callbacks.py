@@ -1,14 +1,12 @@
-"""Callbacks: their protocol, the runner that calls them in the main process, and experiment trackers."""
+"""The user's code in a run: callbacks, experiment trackers, and functions of losses, images and metrics."""
 
-import importlib
 import importlib.util
 import json
 import math
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +14,21 @@ from typing import TYPE_CHECKING, Any
 from flatout.config import Recipe
 from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
-from flatout.train.progress import Progress
+from flatout.tasks import TASKS
 from flatout.utils.errors import CallbackFailed, InputError
 from flatout.utils.files import write_atomically
 from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, read_summary
 
 if TYPE_CHECKING:
-    from flatout.train.context import TrainContext
+    from torch import Tensor
 
+    from flatout.train.progress import Progress
+    from flatout.train.request import TrainContext
 
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-PROJECT = "flatout"
-# MLflow's limit of parameters per call.
-MAX_PARAMS = 100
+TRACKERS = ("tensorboard", "wandb")
+
+# --- Callbacks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,6 @@ class RunInfo:
 
     Attributes:
         path: the run folder.
-        recipe: the complete recipe.
         classes: class names, in the order of the outputs.
         devices: the devices of all processes as a SPEC, such as `2xcpu`.
         parameters: the number of model parameters.
@@ -92,7 +90,7 @@ class CallbackRunner:
         CallbackFailed: a callback raised an exception; raised on every process.
     """
 
-    def __init__(self, context: "TrainContext", progress: Progress) -> None:
+    def __init__(self, context: "TrainContext", progress: "Progress") -> None:
         self._context, self._callbacks, self._world = context, context.options.callbacks, context.world
         info = RunInfo(
             path=context.run_dir,
@@ -137,9 +135,8 @@ class CallbackRunner:
                 if launched() is not None:
                     # The process that shows the message does not get the traceback; log it here.
                     traceback.print_exception(error, file=sys.stderr)
-                frames = traceback.extract_tb(error.__traceback__)
                 # The first frame is this one.
-                frame = frames[min(1, len(frames) - 1)]
+                frame = traceback.extract_tb(error.__traceback__)[:2][-1]
                 text = "".join(traceback.format_exception_only(error)).strip()
                 failure = CallbackFailed(f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})")
                 failure.__cause__ = error
@@ -147,14 +144,37 @@ class CallbackRunner:
         return ended
 
 
+def callbacks_of(given: Any) -> tuple[Callback, ...]:
+    """Return the callbacks for a `Callback`, the name of a tracker, or several of these.
+
+    Raises:
+        InputError: one is neither, or has an unknown `on_...` method; a tracker's package is not installed.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = [given]
+    found = list[Callback]()
+    for one in given:
+        if isinstance(one, str) and one not in TRACKERS:
+            raise InputError(f"callbacks: {one!r} is not a tracker; {nearest(one, TRACKERS)}")
+        callback = (TensorBoard() if one == "tensorboard" else WandB()) if isinstance(one, str) else one
+        name = one.__name__ if isinstance(one, type) else type(one).__name__
+        if not isinstance(callback, Callback):
+            raise InputError(
+                f"callbacks: {name} is not an object of a class derived from flatout.Callback; write {name}() for a "
+                f"class that is, with some of {', '.join(METHODS)}, or name a tracker, such as 'tensorboard'"
+            )
+        for method in dir(callback):
+            if method.startswith("on_") and method not in METHODS and callable(getattr(callback, method)):
+                raise InputError(f"callbacks: {name}.{method} is never called; {nearest(method, METHODS)}")
+        found.append(callback)
+    return tuple(found)
+
+
 # --- Experiment trackers ----------------------------------------------------------------------------------------------
 
 
 class _Tracker(Callback):
-    """Base class of trackers.
-
-    Each receives the recipe before training, the metrics of every epoch under their names in metrics.jsonl, and at the
-    end the summary and the pictures. A resumed run continues in the tracker too.
+    """Base class of trackers: they get the recipe, the metrics of every epoch, the summary and the pictures.
 
     Raises:
         InputError: the package is not installed.
@@ -162,8 +182,6 @@ class _Tracker(Callback):
 
     package = ""
     _run: RunInfo
-    # Metrics of the epochs; in the summary, they are those of the epoch whose weights are kept.
-    _logged: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
@@ -171,38 +189,14 @@ class _Tracker(Callback):
                 f"{type(self).__name__} needs the package {self.package}: pip install 'flatout[{self.package}]'"
             )
 
-    def _id_of(self, run: RunInfo) -> str | None:
-        """Return the tracker's id of a resumed run."""
-        return _ids(run.path).get(self.package) if run.epoch else None
-
-    def _keep_id(self, run: RunInfo, number: str) -> None:
-        content = {**_ids(run.path), self.package: number}
-        write_atomically(run.path / LOGS / TRACKER_IDS, (json.dumps(content, indent=2) + "\n").encode())
-
-    def _of_epoch(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of an epoch."""
-        self._logged |= metrics.keys()
-        return _numbers(metrics)
-
-    def _of_run(self, summary: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of the summary that are not a series over the epochs."""
-        return {name: value for name, value in _numbers(summary).items() if name not in self._logged}
+    def _settings(self) -> dict[str, Any]:
+        """Return the recipe by dotted keys, and other settings of a run."""
+        run = self._run
+        keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
+        return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
 
     def _pictures(self) -> dict[str, Path]:
         return {Path(name).stem: path for name in PICTURES if (path := self._run.path / name).is_file()}
-
-
-def _ids(run: Path) -> dict[str, str]:
-    try:
-        return json.loads((run / LOGS / TRACKER_IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _settings(run: RunInfo) -> dict[str, Any]:
-    """Return the recipe by dotted keys, and other settings of a run."""
-    keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
-    return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
 
 
 def _numbers(figures: dict[str, Any]) -> dict[str, float]:
@@ -218,9 +212,6 @@ class TensorBoard(_Tracker):
 
     Args:
         folder: by default `tensorboard` in the run folder, so that `tensorboard --logdir runs` shows all runs.
-
-    Raises:
-        InputError: tensorboard is not installed.
     """
 
     package = "tensorboard"
@@ -238,12 +229,12 @@ class TensorBoard(_Tracker):
         # Hide what an interrupted run has written for later epochs.
         purge = run.epoch + 1 if run.epoch else None
         self._writer = SummaryWriter(str(self.folder or run.path / TENSORBOARD), purge_step=purge)
-        lines = [f"    {key} = {value}" for key, value in _settings(run).items()]
+        lines = [f"    {key} = {value}" for key, value in self._settings().items()]
         self._writer.add_text("recipe", "\n".join(lines), run.epoch)
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Write a scalar for each figure."""
-        for name, value in self._of_epoch(metrics).items():
+        for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, epoch)
         self._writer.flush()
 
@@ -253,7 +244,7 @@ class TensorBoard(_Tracker):
         from PIL import Image
 
         epoch = summary.get("epochs_trained", 0)
-        for name, value in self._of_run(summary).items():
+        for name, value in _numbers(summary).items():
             if name.startswith("test_"):
                 self._writer.add_scalar(name, value, epoch)
         for name, path in self._pictures().items():
@@ -270,152 +261,151 @@ class WandB(_Tracker):
         project: by default `WANDB_PROJECT`, else `flatout`.
         name: the run's name; by default that of the run folder.
         **options: options of `wandb.init`.
-
-    Raises:
-        InputError: wandb is not installed.
     """
 
     package = "wandb"
-    _library: Any = None
+    _opened: Any = None
 
     def __init__(self, project: str | None = None, name: str | None = None, **options: Any) -> None:
         super().__init__()
-        self.project = project or os.environ.get(f"{self.package.upper()}_PROJECT") or PROJECT
+        self.project = project or os.environ.get("WANDB_PROJECT") or "flatout"
         self.name, self.options = name, options
 
     def on_start(self, run: RunInfo) -> None:
-        """Start or continue a run in the tracker."""
-        self._run, self._library = run, importlib.import_module(self.package)
-        options = {"project": self.project, "name": self.name or run.path.name, "config": _settings(run)}
-        self._open(run, options | self.options)
+        """Start a run in the tracker, or continue that of a resumed run."""
+        import wandb  # pyright: ignore[reportMissingImports]
 
-    def _open(self, run: RunInfo, options: dict[str, Any]) -> None:
-        known = self._id_of(run)
-        opened = self._library.init(**({"id": known, "resume": "allow"} if known else {}) | options)
-        self._keep_id(run, opened.id)
-
-    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
-        """Log the figures."""
-        # These libraries count steps themselves.
-        figures = {key: value for key, value in self._of_epoch(metrics).items() if key != "step"}
-        self._library.log({"epoch": epoch, **figures}, step=epoch)
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """Log the summary and the pictures, and end the run."""
-        step = summary.get("epochs_trained", 0) + 1
-        pictures = {name: self._library.Image(str(path)) for name, path in self._pictures().items()}
-        self._library.log({**self._of_run(summary), **pictures}, step=step)
-        self._library.finish()
-        self._library = None
-
-
-class Trackio(WandB):
-    """Logs to trackio, which keeps runs on this host; `trackio show` displays them.
-
-    Args:
-        project: by default `TRACKIO_PROJECT`, else `flatout`.
-        name: the run's name; by default that of the run folder.
-        **options: options of `trackio.init`.
-
-    Raises:
-        InputError: trackio is not installed.
-    """
-
-    package = "trackio"
-
-    def _open(self, run: RunInfo, options: dict[str, Any]) -> None:
-        # trackio identifies runs by name.
-        known = self._id_of(run)
-        self._library.init(**({"name": known, "resume": "allow"} if known else {"resume": "never"}) | options)
-        self._keep_id(run, options["name"])
-
-
-class MLflow(_Tracker):
-    """Logs to MLflow, configured by its environment variables: `MLFLOW_TRACKING_URI` names a server or a folder.
-
-    Args:
-        experiment: by default `MLFLOW_EXPERIMENT_NAME`, else `flatout`.
-        name: the run's name; by default that of the run folder.
-
-    Raises:
-        InputError: mlflow is not installed.
-    """
-
-    package = "mlflow"
-    _client: Any = None
-
-    def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
-        super().__init__()
-        self.experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        self.name = name
-
-    def on_start(self, run: RunInfo) -> None:
-        """Start or continue a run in the experiment."""
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
-
-        self._run, self._client = run, MlflowClient()
-        if known := self._id_of(run):
-            self._id = known
-            self._client.update_run(known, "RUNNING")
-            return
-        found = self._client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
-        self._id = self._client.create_run(experiment, run_name=self.name or run.path.name).info.run_id
-        params = [Param(key, str(value)) for key, value in _settings(run).items()]
-        for start in range(0, len(params), MAX_PARAMS):
-            self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
-        self._keep_id(run, self._id)
+        self._run = run
+        options = {"project": self.project, "name": self.name or run.path.name, "config": self._settings()}
+        ids = run.path / LOGS / TRACKER_IDS
+        if run.epoch and ids.is_file():
+            options |= {"id": json.loads(ids.read_text(encoding="utf-8"))[self.package], "resume": "allow"}
+        self._opened = wandb.init(**options | self.options)
+        write_atomically(ids, (json.dumps({self.package: self._opened.id}) + "\n").encode())
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Log the figures."""
-        self._log(self._of_epoch(metrics), epoch)
+        # The library counts steps itself.
+        figures = {key: value for key, value in _numbers(metrics).items() if key != "step"}
+        self._opened.log({"epoch": epoch, **figures}, step=epoch)
 
     def on_end(self, summary: dict[str, Any]) -> None:
         """Log the summary and the pictures, and end the run."""
-        self._log(self._of_run(summary), summary.get("epochs_trained", 0))
-        for path in self._pictures().values():
-            self._client.log_artifact(self._id, str(path))
-        stopped = str(summary.get("stopped") or "")
-        states = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
-        # Other reasons, such as early stopping, are normal.
-        self._client.set_terminated(self._id, states.get(stopped.partition(" ")[0].rstrip(":"), "FINISHED"))
-        self._client = None
+        import wandb  # pyright: ignore[reportMissingImports]
 
-    def _log(self, figures: dict[str, float], step: int) -> None:
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-
-        now = int(1000 * time.time())
-        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        self._opened.log({name: wandb.Image(str(path)) for name, path in self._pictures().items()})
+        self._opened.summary.update(_numbers(summary))
+        self._opened.finish()
+        self._opened = None
 
 
-# --- What the user gives ----------------------------------------------------------------------------------------------
+# --- Functions --------------------------------------------------------------------------------------------------------
 
 
-def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    """Return the callbacks for a `Callback`, the name of a tracker, or several of these.
+@dataclass(frozen=True, kw_only=True)
+class UserFunctions:
+    """The functions that a caller of `fit` passes.
 
-    Raises:
-        InputError: one is neither, or has an unknown `on_...` method; a tracker's package is not installed.
+    Attributes:
+        loss: a function of logits [B, K] and targets that returns a loss for each image, [B]; None for the recipe's.
+        transforms: functions of one augmented image, float32 [C, H, W] in 0..1; each returns such an image.
+        batch_transforms: functions of augmented and normalised images, float32 [B, C, H, W]; each returns such images.
+        metrics: pairs of a name and a function of labels and predictions, as in scikit-learn.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        given = [given]
-    trackers, found = {cls.package: cls for cls in (TensorBoard, WandB, Trackio, MLflow)}, list[Callback]()
-    for one in given:
-        if isinstance(one, str) and one not in trackers:
-            raise InputError(f"callbacks: {one!r} is not a tracker; {nearest(one, TRACKERS)}")
-        callback = trackers[one]() if isinstance(one, str) else one
-        name = one.__name__ if isinstance(one, type) else type(one).__name__
-        if isinstance(callback, type) and issubclass(callback, Callback):
-            raise InputError(f"callbacks: {name} is a class; give an object: {name}()")
-        if not isinstance(callback, Callback):
+
+    loss: Callable[..., Any] | None = None
+    transforms: tuple[Callable[..., Any], ...] = ()
+    batch_transforms: tuple[Callable[..., Any], ...] = ()
+    metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
+
+    @property
+    def in_training(self) -> list[str]:
+        """The arguments of `fit` that change training itself."""
+        given = {"loss": self.loss, "transform": self.transforms, "batch_transforms": self.batch_transforms}
+        return [name for name, value in given.items() if value]
+
+    def check(self, recipe: Recipe, engine: str) -> None:
+        """Raise InputError if the engine or the recipe cannot use them. Metrics are always possible."""
+        if self.in_training and (engine == "xla" or recipe.shard == "full"):
             raise InputError(
-                f"callbacks: {name} is not a flatout.Callback; derive a class from that with some of "
-                f"{', '.join(METHODS)}, or name a tracker, such as 'tensorboard'"
+                f"{self.in_training[0]}: a function of your own can be neither compiled by the XLA engine nor sharded; "
+                "use engine='torch' and shard='none'"
             )
-        for method in dir(callback):
-            if method.startswith("on_") and method not in METHODS and callable(getattr(callback, method)):
-                raise InputError(f"callbacks: {name}.{method} is never called; {nearest(method, METHODS)}")
-        found.append(callback)
-    return tuple(found)
+
+    def for_engine(self, recipe: Recipe) -> dict[str, Any]:
+        """Return arguments of the torch engine; empty without functions."""
+        per_image = (PerImage(self.transforms, recipe),) if self.transforms else ()
+        transforms = (*per_image, *self.batch_transforms)
+        return {"loss": self.loss, "batch_transforms": transforms} if self.in_training else {}
+
+
+class PerImage:
+    """Applies transforms of single images, float32 [C, H, W] in 0..1, to a batch of normalised images."""
+
+    def __init__(self, transforms: tuple[Callable[..., Any], ...], recipe: Recipe) -> None:
+        self._transforms, self._data = transforms, recipe.data
+
+    def __call__(self, images_BCHW: "Tensor") -> "Tensor":
+        """Return changed images, [B, C, H, W].
+
+        Raises:
+            InputError: a transform failed, or returned something else.
+        """
+        import torch
+
+        mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (self._data.mean, self._data.std))
+        # Mixing and erasing stay in 0..1, but rounding may exceed it.
+        images = (images_BCHW * std + mean).clamp(0, 1)
+        return (torch.stack([self._changed(image) for image in images]) - mean) / std
+
+    def _changed(self, image_CHW: "Tensor") -> "Tensor":
+        def described(value: Any) -> str:
+            return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+
+        wanted = described(image_CHW)
+        takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"
+        for transform in self._transforms:
+            name = getattr(transform, "__name__", type(transform).__name__)
+            try:
+                image_CHW = transform(image_CHW)
+            except Exception as error:  # users' functions may raise anything
+                raise InputError(f"transform: {name} raised {type(error).__name__}: {error}; {takes}") from error
+            if (found := described(image_CHW)) != wanted:
+                raise InputError(f"transform: {name} returned {found}; {takes}")
+        return image_CHW
+
+
+def user_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:
+    """Validate and return the functions passed to `fit`.
+
+    Raises:
+        InputError: one is not a function, or a metric has no name or a built-in one's.
+    """
+
+    given = {"transform": transform, "batch_transforms": batch_transforms}
+    found = {name: (value,) if callable(value) else tuple(value or ()) for name, value in given.items()}
+    for argument, functions in found.items():
+        for function in functions:
+            if not callable(function):
+                raise InputError(f"{argument}: {function!r} is not a function of images")
+    return UserFunctions(
+        loss=loss,
+        transforms=found["transform"],
+        batch_transforms=found["batch_transforms"],
+        metrics=_named(metrics),
+    )
+
+
+def _named(metrics: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
+    given = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
+    by_name: Mapping[str, Any] = (
+        given if isinstance(given, Mapping) else {getattr(m, "__name__", str(m)): m for m in given}
+    )
+    known = sorted({name for task in TASKS.values() for name in task.metric_names})
+    for name, function in by_name.items():
+        if not (callable(function) and str(name).isidentifier() and name not in (*known, "loss", "count")):
+            raise InputError(
+                f"metrics: {name!r} is not a function of labels and answers with a name of its own; give a "
+                f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'
+            )
+    return tuple(by_name.items())

@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from flatout.config import Recipe, from_dict
+from flatout.config import with_settings
 from flatout.config.settings import Size, collapse_size, shown, sides
 from flatout.data.decode import ImageBytes
 from flatout.data.source import DataSource, ImageDataset
@@ -33,7 +33,6 @@ class DatasetStats:
     """What a generated recipe depends on: the data, the device, and the time.
 
     Attributes:
-        path: the data path written into the recipe.
         size: the training size; side: that of a square with as many pixels; shape: the reason for the shape.
         resize: `data.resize`; why_resize: the reason, empty if all images have one size.
         channels: 1 for grey, 3 for colour, else the number of bands.
@@ -46,7 +45,6 @@ class DatasetStats:
         is_size_given: whether the user has chosen the size.
     """
 
-    path: str
     size: Size
     side: int
     shape: str
@@ -79,14 +77,15 @@ class DatasetStats:
         """Remaining seconds of the time budget, or None."""
         return None if self.ends is None else self.ends - time.perf_counter()
 
+    def of_size(self, image_size: Any) -> "DatasetStats":
+        """Return the statistics with the image size that the user or the weights determine."""
+        size = with_settings({"image_size": image_size}).image_size
+        return replace(self, size=size, side=side_of(size), is_size_given=True)
+
     def why_size(self, size: Size) -> str:
         """Return the explanation of an image size."""
         colour = {1: "grey", 3: "colour"}.get(self.channels, f"{self.channels} channels")
         return f"image_size = {shown(size)}, {colour}: {self.shape}"
-
-    def measured(self, recipe: dict[str, Any]) -> Recipe:
-        """Return a recipe for measuring speed."""
-        return from_dict({**recipe, "channels": self.channels, "task": self.task, "linear_probe": False})
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
         """Look up a table entry by the number of images."""
@@ -95,7 +94,6 @@ class DatasetStats:
 
 def measure_dataset(
     found: DataSource | ImageDataset,
-    path: str,
     *,
     accelerated: bool,
     seconds: float | None = None,
@@ -104,9 +102,9 @@ def measure_dataset(
     """Measure the data; the image size suits the device. `began` is the start of the time budget.
 
     Raises:
-        InputError: none of the sampled images can be read.
+        InputError: none of the sampled images can be read, or they differ in their channels.
     """
-    largest, is_pack, resize = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash"
+    largest, is_pack, resize, why = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash", ""
     if isinstance(found, DataSource) and found.kind == "pack":
         from flatout.data.pack import open_pack
 
@@ -114,19 +112,17 @@ def measure_dataset(
         is_pack, resize = True, pack.resize
     else:
         source = found if isinstance(found, ImageDataset) else found.read()
-    ratio, why, exact = 1.0, "", 0
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
-        side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
-        pixels = height * width
-        if side <= largest or is_pack:
-            exact = collapse_size((height, width))
+        side, ratio, pixels = max(height, width), width / height, height * width
+        shape = f"the images are {height}x{width}"
     else:
         side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
         shape = f"the median of the images' shorter sides is {side} pixels"
-    if exact:
-        size: Size = exact
-    elif 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
+    is_square = 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE
+    if source.images is not None and (side <= largest or is_pack):
+        size = collapse_size((source.images.shape[1], source.images.shape[2]))
+    elif is_square:
         # The largest size that does not enlarge most images.
         size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
     else:
@@ -136,7 +132,6 @@ def measure_dataset(
     if source.task == "single-label":
         counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
     return DatasetStats(
-        path=path,
         size=size,
         side=side_of(size),
         shape=shape,
@@ -144,7 +139,7 @@ def measure_dataset(
         why_resize=why,
         channels=channels,
         task=source.task,
-        ratio=1.0 if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE else ratio,
+        ratio=1.0 if is_square else ratio,
         images=stop - start,
         every=len(source.labels),
         classes=len(source.classes),
@@ -173,16 +168,11 @@ def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int
 
     The ratio is 1 if images differ in shape. Also return `data.resize` and its reason.
     """
-    from flatout.data.decode import read_header, read_headers
-    from flatout.data.pixels import BadImage
+    from flatout.data.decode import read_headers
 
     headers = read_headers(files)
     if not headers:
-        try:
-            read_header(files[0])
-        except BadImage as error:
-            what = "none of the images sampled can be read"
-            raise InputError(f"{what}, such as {files[0]}: {error}; flatout check lists all") from None
+        raise InputError(f"none of the images sampled can be read, such as {files[0]}; flatout check says why")
     channels = {header.channels for header in headers}
     if len(channels) > 1 and channels != {1, 3}:
         found = " and ".join(map(str, sorted(channels)))

@@ -4,7 +4,7 @@ import json
 import platform
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,6 @@ from flatout.config import Recipe
 from flatout.config.settings import collapse_size
 from flatout.data.labels import count_classes
 from flatout.data.pack import Pack
-from flatout.distributed.world import Flag
 from flatout.engine.augment import tta_views
 from flatout.engine.base import Evaluation
 from flatout.engine.devices import machine
@@ -25,27 +24,11 @@ from flatout.inference.predictions import file_names, write_predictions, write_s
 from flatout.models.weights import save_tensors
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
-from flatout.train.context import Ended, TrainContext
-from flatout.train.head_stage import HeadStage
 from flatout.train.progress import Progress
+from flatout.train.request import Ended, TrainContext
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Results:
-    """The last evaluation of a run.
-
-    Attributes:
-        evaluations: of the held-out splits, as far as the run was not terminated.
-        known: the distribution of training features; None if unknown or not wanted.
-        shown: the split whose predictions are saved and shown; None without held-out images.
-    """
-
-    evaluations: dict[str, Evaluation]
-    known: FeatureStats | None
-    shown: str | None
 
 
 def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
@@ -56,59 +39,67 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     """
     if progress.best:
         context.engine.restore(progress.best)
-    results, ended = _evaluate(context, progress, ended)
+    evaluations, known = dict[str, Evaluation](), None
+    stopped, began = ended.failure if isinstance(ended.failure, Stopped) else None, time.perf_counter()
+    if stopped:
+        # Some ranks receive the signal that ended training only now.
+        context.world.control.ignore_interrupts()
+    try:
+        # A terminated run skips the evaluation.
+        if not (stopped and stopped.signal_number == signal.SIGTERM):
+            known = _evaluate(context, progress, evaluations)
+    except Stopped as error:
+        reason = ended.reason or f"{error.how} during evaluation"
+        context.log.note(reason)
+        ended = Ended(reason=reason, failure=ended.failure or error)
+    progress.evaluate_seconds += time.perf_counter() - began
     # All processes take part in these two.
-    state, memory = context.engine.state(), _memory(context)
+    state = context.engine.state()
+    peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
+    device = [peak for _, peak in peaks if peak is not None]
+    memory = {
+        "peak_rss_bytes": sum(peak for peak, _ in peaks),
+        "peak_device_bytes": max(device) if device else None,
+    }
     # No process ends before the run is complete.
-    context.world.from_main(lambda: _write(context, progress, results, ended, state, memory))
+    context.world.from_main(lambda: _write(context, progress, evaluations, known, ended, state, memory))
     return ended
 
 
-def _kept_head(context: TrainContext, progress: Progress) -> HeadStage | None:
-    """Return the fitted head, unless fine-tuning has improved on it."""
-    is_best = progress.best and not progress.best_epoch
-    return context.stage if not progress.history or is_best else None
-
-
-def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[_Results, Ended]:
-    recipe, splits, log, control = context.recipe, context.splits, context.log, context.world.control
-    head, is_fold = _kept_head(context, progress), recipe.data.fold > 0
+def _shown_split(context: TrainContext) -> str | None:
+    """Return the split whose predictions are saved and shown; None without held-out images."""
     # A fold saves the predictions for its held-out images.
-    wanted = ("valid", "test") if is_fold else ("test", "valid")
-    shown = next((name for name in wanted if name in splits), None)
+    wanted = ("valid", "test") if context.recipe.data.fold else ("test", "valid")
+    return next((name for name in wanted if name in context.splits), None)
+
+
+def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, Evaluation]) -> FeatureStats | None:
+    """Fill `evaluations` of the held-out splits, and return the distribution of training features, if wanted."""
+    recipe, splits, log = context.recipe, context.splits, context.log
+    is_fold, known = recipe.data.fold > 0, None
     is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
     if reason := why_uncalibrated(recipe, splits):
         is_trusted = False
         log.note(reason)
     if recipe.tta:
         log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
-    stopped = ended.failure if isinstance(ended.failure, Stopped) else None
-    if stopped:
-        # Some ranks receive the signal that ended training only now.
-        control.stop_signals = Flag.TERMINATE
-    evaluations: dict[str, Evaluation] = {}
-    known, began = None, time.perf_counter()
-    try:
-        # A terminated run skips the evaluation.
-        if not (stopped and stopped.signal_number == signal.SIGTERM):
-            if is_trusted:
-                known = head.known if head else _known_features(context)
-            for name in [name for name in splits if name != "train"]:
-                if head:
-                    evaluations[name] = head.evaluation(name, context.engine.task)
-                    continue
-                evaluations[name] = context.datasets[name].evaluate(
-                    with_probabilities=is_fold or name == shown,
-                    with_logits=is_trusted,
-                    keep_features=known.distances if known else None,
-                    tta=recipe.tta,
-                )
-    except Stopped as error:
-        reason = ended.reason or f"{error.how} during evaluation"
-        log.note(reason)
-        ended = Ended(reason=reason, failure=ended.failure or error)
-    progress.evaluate_seconds += time.perf_counter() - began
-    return _Results(evaluations=evaluations, known=known, shown=shown), ended
+    # The fitted head, unless fine-tuning has improved on it.
+    is_head = not progress.history or (progress.best and not progress.best_epoch)
+    head = context.stage if is_head else None
+    if is_trusted:
+        known = head.known if head else _known_features(context)
+    for name in [name for name in splits if name != "train"]:
+        evaluations[name] = (
+            head.evaluation(name, context.engine.task)
+            if head
+            else context.datasets[name].evaluate(
+                with_probabilities=is_fold or name == _shown_split(context),
+                with_logits=is_trusted,
+                keep_features=known.distances if known else None,
+                tta=recipe.tta,
+            )
+        )
+    return known
 
 
 def _known_features(context: TrainContext) -> FeatureStats | None:
@@ -124,15 +115,16 @@ def _known_features(context: TrainContext) -> FeatureStats | None:
 def _write(
     context: TrainContext,
     progress: Progress,
-    results: _Results,
+    evaluations: dict[str, Evaluation],
+    known: FeatureStats | None,
     ended: Ended,
     state: dict[str, Any],
     memory: dict[str, int | None],
 ) -> None:
-    evaluations, classes, shown = results.evaluations, context.pack.classes, results.shown
-    is_fold, task = context.recipe.data.fold > 0, context.engine.task
+    recipe, classes, shown = context.recipe, context.pack.classes, _shown_split(context)
+    is_fold, task = recipe.data.fold > 0, context.engine.task
     is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
-    found = Calibration.fit(results.known, evaluations["valid"]) if is_trusted else None
+    found = Calibration.fit(known, evaluations["valid"]) if is_trusted else None
     # Nothing is tuned on the images of a fold.
     if "valid" in evaluations and not is_fold:
         task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
@@ -141,20 +133,19 @@ def _write(
     _write_weights(context, state, task, found)
     if found:
         found.write(context.run_dir / run_files.KNOWN)
-    files = file_names(context.recipe, context.pack)
+    files = file_names(recipe, context.pack)
     if files:
         write_splits(context.run_dir, context.splits, files, task, classes)
     scores: dict[str, Any] = {}
     if shown in evaluations:
-        kept = evaluations[shown]
-        more = {}
+        kept, more = evaluations[shown], {}
         if is_fold and "test" in evaluations:
             more["test_probabilities"] = evaluations["test"].probabilities
         if found and found.detector and kept.logits is not None:
             more["unknown"] = found.detector.score_at(kept.logits, kept.features)
         write_predictions(
             context.run_dir,
-            context.recipe,
+            recipe,
             shown,
             kept,
             context.splits[shown],
@@ -182,13 +173,6 @@ def _write_report(context: TrainContext, summary: dict[str, Any], progress: Prog
     summary["wall_seconds"] = context.log.wall_seconds(progress)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     _print_results(context, summary)
-
-
-def _memory(context: TrainContext) -> dict[str, int | None]:
-    """Return the host memory of all processes together, and the maximum over devices."""
-    peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
-    device = [d for _, d in peaks if d is not None]
-    return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
 def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, found: Calibration | None) -> None:

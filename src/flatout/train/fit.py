@@ -1,7 +1,6 @@
 """The public call `fit`, and how its arguments become recipe keys and data."""
 
 import dataclasses
-import inspect
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,25 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
-from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
 from flatout.inference.run import Ensemble, Run, load
-from flatout.train import claim
-from flatout.train.callbacks import Callback, callbacks_of
+from flatout.train import run_dir
+from flatout.train.callbacks import Callback, callbacks_of, user_functions
 from flatout.train.request import Options, TrainRequest
-from flatout.train.user_functions import user_functions
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
 
 if TYPE_CHECKING:
     from torch import nn
-
-_SECTIONS = {
-    "optimizer": 'flatout makes it on every device: optimizer="adam", "torch:RAdam" or flatout.Adam(lr=0.001)',
-    "schedule": 'give a name or a section: schedule="cosine", or flatout.Schedule(name="cosine", warmup_epochs=1)',
-    "loss": 'give a name, loss="cross-entropy" or "binary-cross-entropy", or a loss of torch, nn.CrossEntropyLoss()',
-    "augment": "give amounts: flatout.Augment(flip=True, rotate=10); functions go into transform= or batch_transforms=",
-}
 
 
 def fit(
@@ -56,8 +46,7 @@ def fit(
     """Train a classifier and return the run.
 
     A module or Keras model passed in is trained: afterwards it has the weights of the run, and a module is in
-        evaluation mode on the CPU. This applies to several devices too. After an error or an interruption it is
-        unchanged;
+    evaluation mode on the CPU. This applies to several devices too. After an error or an interruption it is unchanged;
     `flatout.load(out, model=model).model` then loads what was trained. With `folds=K` (cross-validation) copies are
     trained, the model is unchanged, and the run is an `Ensemble`.
 
@@ -65,7 +54,7 @@ def fit(
         model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
             `file.py:factory`; None for the job's model, or one chosen for the data.
         data: a path; images as an array, with `labels`; a pair (images, labels), or a dict or tuple of such pairs for
-            train, valid and test; the same with torch data sets and DataLoaders. None for the job's data.
+            train, valid and test; the same with torch data sets. None for the job's data.
         labels: the labels of `data`, if that is an array of images.
         validation_data: a pair or a data set for validation.
         job: a built-in job, a recipe file or a Recipe to start from; by default a recipe is made for the data.
@@ -79,8 +68,7 @@ def fit(
         restarts: how often the ranks of several devices restart from the newest checkpoint after losing one.
         hang_timeout: seconds without progress, as in a callback, after which one of several ranks is ended.
         minutes: train as many steps as fit into this time, from this call to the report.
-        callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
-            `mlflow`.
+        callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`.
         metrics: functions of labels and predictions, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict
             by name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
         transform: a function of one training image, float32 [C, H, W] in 0..1, augmented, on the device; or several.
@@ -91,8 +79,8 @@ def fit(
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
             `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
-            `loss` may also be a loss of torch, `nn.CrossEntropyLoss(label_smoothing=0.1)`, or, on the torch engine, a
-            function of logits and targets that returns a loss for each image, [B].
+            On the torch engine, `loss` may also be a loss of torch or another function of logits and targets that
+            returns a loss for each image, [B].
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.
@@ -107,18 +95,12 @@ def fit(
     from flatout.train.recipes import resolve
     from flatout.train.run import train
 
-    _check_names(changes)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
-    loss, own_loss = changes.get("loss"), None
-    if callable(loss) and not isinstance(loss, type) and _loss_keys(loss) is None:
-        own_loss = changes.pop("loss")
+    loss = changes.get("loss")
+    own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
     functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
-    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
-    for part in parts:
-        if _is_loader(part) and part.batch_size:
-            flat.setdefault("batch_size", part.batch_size)
     data, module = join_data(data, labels, validation_data), None
     if isinstance(model, str):
         flat["model"] = model
@@ -146,7 +128,7 @@ def fit(
     )
     reasons: list[str] = []
     try:
-        claim.check(options)
+        run_dir.check(options)
         recipe, found = resolve(
             job,
             data,
@@ -159,7 +141,10 @@ def fit(
             explain=reasons.append,
         )
         functions.check(recipe, engine)
-        options = dataclasses.replace(options, notes=(*reasons, *functions.notes()))
+        reasons += [
+            f"{name} is a function given in Python: recipe.toml does not contain it" for name in functions.in_training
+        ]
+        options = dataclasses.replace(options, notes=tuple(reasons))
         folder = train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
     except Stopped:
         raise KeyboardInterrupt from None
@@ -171,15 +156,6 @@ def fit(
     return run
 
 
-def _check_names(arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for a keyword argument that is neither a recipe key nor an argument of `fit`."""
-    own = [name for name, one in inspect.signature(fit).parameters.items() if one.kind is not one.VAR_KEYWORD]
-    keys = known_keys()
-    known = {*own, "class_weight", *(part for key in keys for part in (key, *key.partition(".")))}
-    for name in arguments.keys() - known:
-        raise InputError(f"{name}: fit has no such argument; {nearest(name, [*own, *keys])}")
-
-
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the keyword arguments of `fit` to dotted recipe keys.
 
@@ -188,24 +164,24 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     changes: dict[str, Any] = {}
     for key, value in arguments.items():
-        full = [known for known in known_keys() if known.rpartition(".")[2] == key]
-        if key == "augment" and (value is None or value is False):
+        if key == "augment" and value is None:
             value = Augment()
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         elif hasattr(value, "item") and not getattr(value, "shape", ()):  # a NumPy or torch number
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
-        if key in ("class_weight", "class_weights") and isinstance(value, Mapping):
-            added = {"class_weights": _class_weights(value)}
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key != "class_weights":
             added = {f"{key}.{inner}": v for inner, v in value.items()}
-        elif key == "loss" and (keys := _loss_keys(value)) is not None:
-            added = keys
-        elif key in _SECTIONS and not isinstance(value, str):
-            raise InputError(f"{key} = {value!r}: {_SECTIONS[key]}")
+        elif key in ("optimizer", "schedule", "augment") and not isinstance(value, str):
+            raise InputError(
+                f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as '
+                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into transform= or "
+                "batch_transforms="
+            )
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}
         else:
+            full = [known for known in known_keys() if known.rpartition(".")[2] == key]
             added = {full[0] if len(full) == 1 else key: str(value) if isinstance(value, Path) else value}
         if twice := changes.keys() & added.keys():
             raise InputError(f"{twice.pop()} is given twice")
@@ -213,61 +189,14 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _loss_keys(loss: Any) -> dict[str, Any] | None:
-    """Return recipe keys for a torch loss; None for anything else.
-
-    Raises:
-        InputError: an option without a key is not at its default.
-    """
-    from torch import nn
-
-    names = {
-        nn.CrossEntropyLoss: "cross-entropy",
-        nn.BCEWithLogitsLoss: "binary-cross-entropy",
-        nn.MSELoss: "mse",
-        nn.HuberLoss: "huber",
-        nn.SmoothL1Loss: "huber",
-    }
-    if type(loss) not in names:
-        return None
-    keys: dict[str, Any] = {"loss": names[type(loss)]}
-    if smoothing := getattr(loss, "label_smoothing", 0.0):
-        keys["label_smoothing"] = float(smoothing)
-    for name in ("weight", "pos_weight"):
-        if (weights := getattr(loss, name, None)) is not None:
-            keys["class_weights"] = weights.reshape(-1).tolist()
-    for option, default in {"reduction": "mean", "ignore_index": -100, "delta": 1.0, "beta": 1.0}.items():
-        if getattr(loss, option, default) != default:
-            raise InputError(
-                f"loss: {type(loss).__name__}({option}={getattr(loss, option)!r}) has no recipe key; leave it out, "
-                "or give a function of logits and targets that returns a loss for each image"
-            )
-    return keys
-
-
-def _class_weights(weights: Mapping[Any, Any]) -> list[float] | dict[str, Any]:
-    """Return weights by class name unchanged, and weights by index, as in Keras, as a list.
-
-    Raises:
-        InputError: its keys are neither names nor indices.
-    """
-    if all(isinstance(name, str) for name in weights):
-        return dict(weights)
-    if set(weights) != set(range(len(weights))):
-        raise InputError(
-            f"class_weights: the keys are {', '.join(map(str, list(weights)[:5]))}; they must be class names, or 0 to "
-            f"{len(weights) - 1} in the order of run.classes, which is alphabetical for folders"
-        )
-    return [float(weights[index]) for index in range(len(weights))]
-
-
-def _is_loader(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("dataset", "batch_size", "collate_fn"))
-
-
 def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
-    """Return the data of `fit(model, images, labels, validation_data=...)` as one value, without loaders."""
-    data, validation_data = _without_loaders(data), _without_loaders(validation_data)
+    """Return the data of `fit(model, images, labels, validation_data=...)` as one value."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
+    if any(hasattr(part, "collate_fn") for part in (*parts, validation_data)):
+        raise InputError(
+            "data: flatout orders samples and makes batches by itself; instead of a DataLoader, give loader.dataset "
+            'and batch_size=, and class_weights="balanced" for rare classes'
+        )
     if labels is not None:
         if isinstance(data, str | Path | Mapping | tuple):
             raise InputError("labels: go with an array of images only: flatout.fit(model, images, labels)")
@@ -279,33 +208,3 @@ def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
             "validation_data: goes with arrays and data sets only; images in files need a folder valid/ beside train/"
         )
     return {**(data if isinstance(data, Mapping) else {"train": data}), "valid": validation_data}
-
-
-def _without_loaders(value: Any) -> Any:
-    """Return the data set of a DataLoader, or those in a dict or tuple; other values are unchanged.
-
-    Raises:
-        InputError: the loader does what flatout does not support: weighted sampling, or custom batches.
-    """
-    if isinstance(value, Mapping):
-        return {key: _without_loaders(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_without_loaders, value))
-    if not _is_loader(value):
-        return value
-    from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler, default_collate
-
-    sampler = value.sampler
-    is_plain = isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False)
-    if hasattr(value.dataset, "__getitem__") and hasattr(value.dataset, "__len__") and not is_plain:
-        instead = ' For rare classes, class_weights="balanced".' * isinstance(sampler, WeightedRandomSampler)
-        raise InputError(
-            f"data: the sampler of the DataLoader, {type(sampler).__name__}, cannot be used: flatout shuffles by "
-            f"itself, so that results do not depend on the devices; give loader.dataset.{instead}"
-        )
-    if value.collate_fn is not default_collate:
-        raise InputError(
-            "data: the collate_fn of the DataLoader cannot be used: flatout makes the batches; give loader.dataset, "
-            "whose items are (image, label)"
-        )
-    return value.dataset

@@ -1,26 +1,51 @@
-"""The head of a pre-trained network, fitted to the features of all training and validation images.
+"""The first stage of a run from published weights: features of all images, and a head fitted to them.
 
-A linear head on frozen features is a convex problem, so it is solved rather than trained: by L-BFGS on the loss of the
-task, in coordinates that are scaled by the curvature. The strength of the regularisation is chosen by cross-validation,
-and the out-of-fold predictions measure how good the head is. Fine-tuning from a fitted head distorts the features less
-than from a random one (Kumar et al., arXiv 2202.10054).
+The network before its head keeps the published weights. A linear head on frozen features is a convex problem, so it is
+solved rather than trained: by L-BFGS on the loss of the task, in coordinates that are scaled by the curvature. The
+strength of the regularisation is chosen by cross-validation over all training and validation images, and the
+out-of-fold predictions measure how good the head is. Fine-tuning from a fitted head distorts the features less than
+from a random one (Kumar et al., arXiv 2202.10054).
 
 Shape letters: N images, V views, F features, K outputs.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from flatout.config import Augment, Recipe
 from flatout.data.splits import divide
 from flatout.engine import optim
-from flatout.inference.calibration import fit_temperature
-from flatout.tasks import Task
+from flatout.engine.base import Evaluation
+from flatout.engine.torch.dataset import TorchDataset
+from flatout.engine.torch.engine import TorchEngine
+from flatout.inference.calibration import FeatureStats, both_logits, fit_temperature
+from flatout.models.features import compact
+from flatout.models.heads import Head, HeadNetwork, find_head, set_head
+from flatout.tasks import Task, task_of
+from flatout.train.progress import EpochRecord
+from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.data.batches import Split
+    from flatout.data.pack import Pack
+    from flatout.distributed.world import World
+    from flatout.engine.base import DeviceDataset, Engine
+
+# Splits whose labels the head may see. In a cross-validation, the fold is held out completely.
+FITTED = ("train", "valid")
+# With a time budget, fine-tuning is skipped if the head reaches this accuracy.
+ENOUGH = 0.99
 # Penalties on the weights of standardised features, from strong to weak; the search stops when the loss rises.
 STRENGTHS = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 FOLDS = 5
@@ -65,16 +90,12 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head to the features of images in all their views.
+    """Fit a head to the features of images in all their views; the loss of the task without label smoothing.
 
     Args:
         views_VNF: float32 [N, F] for each view of the images, such as mirrored ones; the first is the image itself.
-        labels: see `Pack.labels`.
-        task: its loss is minimised, without label smoothing.
-        class_weights: see `Task.class_weights`; None for none.
+        labels, class_weights: see `Pack.labels` and `Task.class_weights`.
         groups: int64 [N]; images of a group share a fold.
-        has_bias: whether the head has a bias.
-        seed: chooses the folds.
         strength, temperature: known values from a head for more images, which replace the cross-validation.
     """
     task = replace(task, label_smoothing=0.0)
@@ -135,9 +156,8 @@ class _Problem:
         self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
-        self._targets = torch.from_numpy(task.targets(labels)).repeat(
-            self.views, *[1] * (task.targets(labels).ndim - 1)
-        )
+        targets = torch.from_numpy(task.targets(labels))
+        self._targets = torch.cat([targets] * self.views)
         weights = task.sample_weights(labels, class_weights)
         self._weights = torch.ones(self.count) if weights is None else torch.from_numpy(weights)
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights)
@@ -159,9 +179,8 @@ class _Problem:
             chosen = torch.from_numpy(images)
             rows, targets, weights = rows[chosen], targets[chosen], weights[chosen]
         weights = weights / weights.sum()
-        scale = torch.cat([self._curvature * self._variances + strength, torch.tensor([self._curvature])]).sqrt()[
-            :, None
-        ]
+        curvatures = [self._curvature * self._variances + strength, torch.tensor([self._curvature])]
+        scale = torch.cat(curvatures).sqrt()[:, None]
         scaled = (start * scale).requires_grad_()
         optimizer = torch.optim.LBFGS(
             [scaled], max_iter=iterations, history_size=10, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
@@ -226,5 +245,220 @@ def _cross_validate(
             break
         best = loss, strength, [*heads], answers
     assert best is not None
-    _, strength, heads, answers = best
-    return strength, heads, answers, chosen
+    return *best[1:], chosen
+
+
+# --- The stage --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadStage:
+    """The results of the stage.
+
+    Attributes:
+        head, layers: the module that was fitted, and a copy of it.
+        fitted: the head for the splits in `fitted_splits`.
+        training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
+        features: by split, float32 [N, F] for each view.
+        placed: the splits on the devices of the engine that trains; empty if it has no cached layers.
+        seconds: the time of the features and of the head.
+    """
+
+    task: Task
+    head: Head
+    layers: HeadNetwork
+    fitted: FittedHead
+    fitted_splits: tuple[str, ...]
+    training_only: FittedHead | None
+    features: dict[str, list[np.ndarray]]
+    placed: "Mapping[str, DeviceDataset]"
+    labels: dict[str, np.ndarray]
+    seconds: dict[str, float]
+
+    @property
+    def share_right(self) -> float:
+        """The out-of-fold accuracy on training and validation images; 0 for other tasks than single-label."""
+        if self.task.name != "single-label":
+            return 0.0
+        labels = np.concatenate([self.labels[name] for name in self.fitted_splits])
+        answers = self.fitted.out_of_fold
+        is_seen = np.isfinite(answers).all(axis=1)
+        right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
+        return float(right.mean()) if len(right) else 0.0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the out-of-fold accuracy is so high that fine-tuning can hardly improve it."""
+        return self.share_right >= ENOUGH
+
+    def give_to(self, model: "nn.Module", fitted: FittedHead | None = None) -> None:
+        """Load a head into a model, by default the one fitted to all images."""
+        fitted = fitted or self.fitted
+        set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
+
+    def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
+        """Load a head into an engine, by default the one fitted to all images; all ranks call this."""
+        self.give_to(self.layers, fitted)
+        own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
+        state = engine.state()
+        engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
+
+    @functools.cached_property
+    def known(self) -> FeatureStats | None:
+        """The distribution of training features; None for a network with several heads."""
+        return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
+
+    def evaluation(self, split: str, task: Task) -> Evaluation:
+        """Return the evaluation of a split; of validation images, by heads that have not seen them."""
+        known = self.known if task.name == "single-label" else None
+        distances = None if known is None else known.distances(self._compact(split))
+        logits, labels = self._logits(split), self.labels[split]
+        return Evaluation(
+            task=task,
+            loss_sum=float(self._losses(logits, labels).sum()),
+            predicted=task.predicted(logits).numpy(),
+            labels=labels,
+            probabilities=task.probabilities(logits).numpy(),
+            logits=logits.numpy(),
+            features=distances,
+        )
+
+    @functools.cached_property
+    def record(self) -> EpochRecord:
+        """The line of metrics.jsonl: epoch 0."""
+        task, logits = self.task, self._logits("train")
+        targets = torch.from_numpy(task.targets(self.labels["train"]))
+        metrics = {f"train_{task.step_metric}": float(task.step_metrics(logits, targets).float().mean())}
+        watched = "valid" if "valid" in self.labels else "test"
+        if watched in self.labels:
+            answers, labels = self._logits(watched), self.labels[watched]
+            metrics[f"{watched}_loss"] = float(self._losses(answers, labels).sum()) / len(labels)
+            found = task.metrics(task.predicted(answers).numpy(), labels)
+            metrics |= {f"{watched}_{key}": value for key, value in found.items()}
+        images = sum(map(len, self.labels.values())) * len(self.features["train"])
+        return EpochRecord(
+            epoch=0,
+            step=0,
+            learning_rate=0.0,
+            train_loss=float(self._losses(logits, self.labels["train"]).mean()),
+            images=images,
+            seconds=sum(self.seconds.values()),
+            images_per_second=images / self.seconds["features"],
+            metrics=metrics,
+        )
+
+    def describe(self) -> str:
+        """Return a sentence about the fitted head."""
+        count = sum(len(self.labels[name]) for name in self.fitted_splits)
+        views = " and their mirror images" if len(self.features["train"]) > 1 else ""
+        name = self.task.metric_names[0]
+        value = self.record.of("valid").get(name)
+        worth = "" if value is None else f"; validation {name.replace('_', ' ')} {value:.4f} by cross-validation"
+        return (
+            f"head fitted to the features of {count:,} images{views} (regularisation {self.fitted.strength:g}){worth}: "
+            f"{self.record.images_per_second:,.0f} images/s, features {self.seconds['features']:.1f} s, "
+            f"head {self.seconds['head']:.1f} s"
+        )
+
+    def _losses(self, logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
+        return self.task.per_sample(logits, torch.from_numpy(self.task.targets(labels)))
+
+    def _compact(self, split: str) -> np.ndarray:
+        views = [compact(torch.from_numpy(view)) for view in self.features[split]]
+        return torch.stack(views).mean(dim=0).numpy()
+
+    def _logits(self, split: str) -> torch.Tensor:
+        weight, bias = torch.from_numpy(self.fitted.weight), torch.from_numpy(self.fitted.bias)
+        each = torch.stack([torch.from_numpy(view) @ weight.T + bias for view in self.features[split]])
+        logits = self.task.averaged(each) if len(each) > 1 else each[0]
+        if split == "valid" and split in self.fitted_splits:
+            out_of_fold = torch.from_numpy(self.fitted.out_of_fold[len(self.labels["train"]) :])
+            # Images beyond the cross-validation limit have been seen.
+            logits = torch.where(out_of_fold.isnan().any(dim=1, keepdim=True), logits, out_of_fold)
+        return logits
+
+
+def fit_to_features(
+    model: "nn.Module",
+    recipe: Recipe,
+    splits: "Mapping[str, Split]",
+    pack: "Pack",
+    make: "Callable[..., Engine]",
+    world: "World",
+    *,
+    class_weights: np.ndarray | None,
+    report: Callable[[str], None],
+    engine: "Engine | None" = None,
+) -> HeadStage:
+    """Fit the head of a model and load it; before fine-tuning, the head for the training split alone.
+
+    All ranks call this. The features are computed on the devices of the run.
+
+    Args:
+        engine: the one that trains the model, which also gets the head; its cached output of frozen layers provides the
+            features. None if it is made later.
+
+    Raises:
+        InputError: the logits are not linear in the input of any layer.
+    """
+    began = time.perf_counter()
+    head = find_head(model, recipe.image_sides, recipe.channels)
+    if head is None:
+        raise InputError(
+            f"linear_probe = true: {recipe.model} has no linear layer or convolution that ends it, so no head can be "
+            "fitted; set linear_probe = false"
+        )
+    # Predictions are averaged over images and their mirror images.
+    views = [False, True] if recipe.tta and recipe.augment.flip else [False]
+    placed: dict[str, TorchDataset] = {}
+    if isinstance(engine, TorchEngine) and engine.cut:
+        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        placed["train"].compile()
+        features = {name: [of.head_features(head, mirrored=view) for view in views] for name, of in placed.items()}
+    else:
+        plain = replace(recipe, augment=Augment(), shard="none", precision="fp32", tta=False, ema=0.0)
+        features = dict[str, list[np.ndarray]]()
+        with contextlib.closing(make(model, plain, report=report, head=head)) as alone:
+            for name, samples in splits.items():
+                found = [alone.place(samples.mirrored() if view else samples).features() for view in views]
+                features[name] = [values for values in found if values is not None]
+    labels = {name: samples.labels for name, samples in splits.items()}
+    computed, task = time.perf_counter(), task_of(recipe)
+    names = tuple(name for name in FITTED if name in splits and not (recipe.data.fold and name != "train"))
+
+    def fit(names: tuple[str, ...], like: FittedHead | None = None) -> FittedHead:
+        return fit_head(
+            [np.concatenate([features[name][view] for name in names]) for view in range(len(views))],
+            np.concatenate([labels[name] for name in names]),
+            task,
+            head.outputs,
+            class_weights=class_weights,
+            groups=None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names]),
+            has_bias=head.has_bias,
+            seed=recipe.seed,
+            **({"strength": like.strength, "temperature": like.temperature} if like else {}),
+        )
+
+    def fit_both() -> tuple[FittedHead, FittedHead | None]:
+        fitted = fit(names)
+        return fitted, fit(("train",), fitted) if recipe.epochs else None
+
+    fitted, training_only = world.from_main(fit_both)
+    stage = HeadStage(
+        task=task,
+        head=head,
+        layers=copy.deepcopy(HeadNetwork(model, head)).cpu(),
+        fitted=fitted,
+        fitted_splits=names,
+        training_only=training_only,
+        features=features,
+        placed=placed,
+        labels=labels,
+        seconds={"features": computed - began, "head": time.perf_counter() - computed},
+    )
+    if engine:
+        stage.give(engine, training_only)
+    else:
+        stage.give_to(model, training_only)
+    report(stage.describe())
+    return stage

@@ -15,17 +15,17 @@ import psutil
 from flatout.config import Recipe
 from flatout.distributed.world import Flag
 from flatout.engine.base import Recorder
-from flatout.train.budget import Budget
+from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
-from flatout.train.checkpoint import Checkpoint
 from flatout.train.loop import LoopHooks
 from flatout.train.progress import Progress
+from flatout.train.request import TrainContext
+from flatout.train.run_dir import Checkpoint, data_facts
 from flatout.utils import run_files
 from flatout.utils.errors import signals_handled
 
 if TYPE_CHECKING:
     from flatout.distributed.world import Control
-    from flatout.train.context import TrainContext
 
 # Checkpoints take at most this share of the time, and within an epoch have at least this interval.
 CHECKPOINT_SHARE = 0.05
@@ -44,7 +44,7 @@ class Monitor(LoopHooks):
     """
 
     def __init__(
-        self, context: "TrainContext", progress: Progress, budget: Budget | None, callbacks: CallbackRunner
+        self, context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
     ) -> None:
         engine, world = context.engine, context.world
         self.context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
@@ -64,7 +64,7 @@ class Monitor(LoopHooks):
         """Return the recipe with the steps that still fit into the time budget, by the main process's clock."""
         assert self._budget is not None
         planned = self._budget.replan(self.context.recipe, self._progress.position(self._steps))
-        self.context = self.context.with_recipe(planned)
+        self.context = with_length(self.context, planned)
         return self.context.recipe
 
     def flags(self) -> Flag:
@@ -91,9 +91,8 @@ class Monitor(LoopHooks):
 
     def wants_loss(self) -> bool:
         """See `LoopHooks.wants_loss`; the same on every process."""
-        return any(
-            every and self._progress.step % every == 0 for every in (self._record_every, self.context.recipe.log_every)
-        )
+        step, log_every = self._progress.step, self.context.recipe.log_every
+        return step % self._record_every == 0 or (log_every > 0 and step % log_every == 0)
 
     def loss(self, loss: float) -> None:
         """Show and record the mean loss since the last call."""
@@ -129,9 +128,8 @@ class Monitor(LoopHooks):
         best = self._engine.state(progress.best) if progress.best else {}
         if context.world.is_main:
             kept = dataclasses.replace(progress, earlier_seconds=context.log.wall_seconds(progress))
-            checkpoint = Checkpoint(
-                state=state, best=best, progress=kept, recipe=context.recipe, data=context.data_facts
-            )
+            facts = data_facts(context.pack)
+            checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=context.recipe, data=facts)
             checkpoint.save(context.run_dir / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position
         self._save_seconds = self._saved_at - began
@@ -162,28 +160,17 @@ class LiveFile:
         self._path, self._progress, self._steps, self._device_bytes = path, progress, steps, device_bytes
         self._process = psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
-        self._is_open = True
         self._began = self._last = time.perf_counter()
         self._before = self._totals()
 
     def step(self, loss: float | None) -> None:
         """Write a line if one is due; called after every step."""
         now = time.perf_counter()
-        if self._is_open and now - self._last >= max(LIVE_SECONDS, LIVE_SHARE * (now - self._began)):
-            self._last = now
-            try:
-                self._write(loss)
-            except OSError:
-                self._is_open = False  # nothing depends on this file: training continues
-
-    def _totals(self) -> tuple[int, float, float]:
-        progress = self._progress
-        return progress.images_trained, progress.train_seconds, progress.wait_seconds
-
-    def _write(self, loss: float | None) -> None:
-        totals, progress = self._totals(), self._progress
-        images, seconds, waited = (after - before for after, before in zip(totals, self._before, strict=True))
-        self._before = totals
+        if now - self._last < max(LIVE_SECONDS, LIVE_SHARE * (now - self._began)):
+            return
+        self._last, before, progress = now, self._before, self._progress
+        self._before = self._totals()
+        images, seconds, waited = (after - earlier for after, earlier in zip(self._before, before, strict=True))
         line = {
             "time": round(time.time(), 2),
             "epoch": round(progress.position(self._steps) / self._steps, 4),
@@ -194,12 +181,17 @@ class LiveFile:
             "rss_bytes": self._process.memory_info().rss,
             "device_bytes": self._device_bytes(),
         }
-        # Unbuffered: when the disk is full, no partial line remains to be written on close.
-        with self._path.open("ab", buffering=0) as file:
+        # Nothing depends on this file: training continues. Unbuffered: when the disk is full, no partial line remains
+        # to be written on close.
+        with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
 
+    def _totals(self) -> tuple[int, float, float]:
+        progress = self._progress
+        return progress.images_trained, progress.train_seconds, progress.wait_seconds
 
-def write_metrics(context: "TrainContext", progress: Progress) -> None:
+
+def write_metrics(context: TrainContext, progress: Progress) -> None:
     """Write the lines of the fitted head and of all finished epochs, if any."""
     if context.world.is_main and progress.records:
         lines = [record.to_plain() for record in progress.records]
@@ -214,7 +206,7 @@ def signals_noted(control: "Control") -> Iterator[None]:
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)
-        control.stop |= Flag.TERMINATE if number == signal.SIGTERM else Flag.INTERRUPT
+        control.note_signal(number)
 
     seen: list[int] = []
     with signals_handled(note, signal.SIGINT, signal.SIGTERM):

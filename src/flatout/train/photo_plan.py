@@ -9,13 +9,13 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from flatout.config.settings import Size, sides
 from flatout.models.build import usable_size
 from flatout.models.hub import Backbone
-from flatout.train.dataset_stats import STRIDE, of_shape
+from flatout.train.dataset_stats import STRIDE, DatasetStats, of_shape
 from flatout.utils.console import duration
 from flatout.utils.host import physical_cores
 
@@ -61,11 +61,9 @@ FeatureRate = Callable[[str, Size], float]
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoPlan:
-    """How to use the time.
+    """A network, an image size, and how they are used.
 
     Attributes:
-        backbone: the network.
-        image_size: the size of the images.
         mirrored: whether features of mirrored images are computed, too.
         epochs: epochs of fine-tuning; 0 for none.
         averaging: the decay of the averaged weights.
@@ -74,180 +72,122 @@ class PhotoPlan:
 
     backbone: Backbone
     image_size: Size
-    mirrored: bool
-    epochs: int
-    averaging: float
-    reasons: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Numbers that time and gains depend on: images of all splits, training images, batch size and classes."""
-
-    images: int
-    training: int
-    batch_size: int
-    classes: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.training // self.batch_size)
-
-    def fixed_seconds(self, cores: int) -> float:
-        """Return the seconds besides features and training."""
-        head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
-        return self.images / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """A network, an image size, and how they are used."""
-
-    backbone: Backbone
-    size: Size
     mirrored: bool = False
     epochs: int = 0
+    averaging: float = MIN_AVERAGING
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def operations(self) -> float:
         """Multiply-adds per image."""
-        height, width = sides(self.size)
-        return self.backbone.operations * height * width / self.backbone.image_size**2
+        return self.backbone.operations * math.prod(sides(self.image_size)) / self.backbone.image_size**2
 
-    def error(self, data: _Data) -> float:
+    def error(self, steps_per_epoch: int) -> float:
         """Return the expected error, without a unit: errors are only compared."""
-        height, width = sides(self.size)
-        share = (height * width) ** 0.5 / self.backbone.image_size
-        steps = self.epochs * data.steps_per_epoch
+        share = math.prod(sides(self.image_size)) ** 0.5 / self.backbone.image_size
+        steps = self.epochs * steps_per_epoch
         gain = min((gain for least, gain in FINE_TUNING_GAINS if steps >= least), default=1.0)
         of_network = (100 - self.backbone.top1) ** TOP1_EXPONENT
         return of_network * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
 
-    def seconds(self, data: _Data, rate: float) -> float:
+    def seconds(self, facts: DatasetStats, rate: float) -> float:
         """Return the time of features, fine-tuning and the last evaluation, at a rate of features."""
         views = 1 + self.mirrored
-        images = float(views * data.images)
+        images = float(views * facts.every)
         if self.epochs:
             # Frozen layers see training images mirrored in any case, and all others once.
-            images += FROZEN_FACTOR * data.training * (2 - views)
-            held_out = data.images - data.training
-            images += STEP_FACTOR * self.epochs * data.training + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
+            images += FROZEN_FACTOR * facts.images * (2 - views)
+            held_out = facts.every - facts.images
+            images += STEP_FACTOR * self.epochs * facts.images + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
         return images / rate
 
 
 def plan_photos(
-    backbones: Sequence[Backbone],
-    *,
-    images: int,
-    training_images: int,
-    batch_size: int,
-    classes: int,
-    ratio: float,
-    size: Size | None,
-    accelerated: bool,
-    seconds: float | None,
-    rate: FeatureRate | None,
-    channels: int = 3,
+    facts: DatasetStats, backbones: Sequence[Backbone], batch_size: int, channels: int, rate: FeatureRate | None
 ) -> PhotoPlan:
-    """Return the plan with the least expected error within the time.
+    """Return the plan with the least expected error within the time that is left.
 
     Args:
-        backbones: the candidates.
-        images: the number of images in all splits.
-        training_images, batch_size: the number of training images, and of those in a step of fine-tuning.
-        ratio: width / height.
-        size: the image size, if the user sets it.
-        accelerated: whether a GPU or TPU computes.
-        seconds: the remaining time budget, or None.
+        batch_size: of a step of fine-tuning.
+        channels: of the images as the networks get them.
         rate: measures the speed; None if the devices are not available.
-        channels: the channels of the images.
     """
-    began, cores = time.perf_counter(), physical_cores()
-    data = _Data(images=images, training=training_images, batch_size=batch_size, classes=classes)
-    lengths = (0, *FINE_TUNING_EPOCHS) if seconds else (0,)
-    choices = [
-        _Choice(backbone=backbone, size=one, mirrored=mirrored, epochs=epochs)
+    began, cores, seconds = time.perf_counter(), physical_cores(), facts.left
+    steps = -(-facts.images // batch_size)
+    plans = [
+        PhotoPlan(backbone=backbone, image_size=one, mirrored=mirrored, epochs=epochs)
         for backbone in backbones
-        for one in ([size] if size else _sizes(backbone, ratio))
+        for one in ([facts.size] if facts.is_size_given else _sizes(backbone, facts.ratio))
         for mirrored in (False, True)
-        for epochs in lengths
+        for epochs in ((0, *FINE_TUNING_EPOCHS) if seconds else (0,))
     ]
-    choices.sort(key=lambda choice: (choice.error(data), choice.operations, choice.epochs))
-    speed = SPEED_OF_AN_ACCELERATOR if accelerated else SPEED_OF_A_CORE * cores
+    plans.sort(key=lambda plan: (plan.error(steps), plan.operations, plan.epochs))
+    speed = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
     rates: dict[tuple[str, Size], float] = {}
 
     @functools.cache
     def takes(model: str, size: Size) -> bool:
         return usable_size(model, size, channels=channels) == size
 
-    def rate_of(choice: _Choice) -> float:
-        return rates.get((choice.backbone.model, choice.size), speed / choice.operations)
+    def needed(plan: PhotoPlan) -> float:
+        # Speeds that were not measured are estimated from operation counts.
+        return plan.seconds(facts, rates.get((plan.backbone.model, plan.image_size), speed / plan.operations))
 
     def time_left() -> float:
         if seconds is None:
             return USUAL_SECONDS
-        return seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
+        head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * facts.images * facts.classes * FEATURES)
+        fixed = facts.every / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
+        return seconds - fixed - (time.perf_counter() - began)
 
-    def best() -> _Choice:
-        """Return the best choice that fits at the known speeds, or else the fastest."""
+    def best() -> PhotoPlan:
+        """Return the best plan that fits at the known speeds, or else the fastest."""
         left = time_left()
-        fitting = [choice for choice in choices if choice.seconds(data, rate_of(choice)) <= left]
-        quickest = sorted(choices, key=lambda choice: (choice.seconds(data, rate_of(choice)), choice.error(data)))
-        return next(choice for choice in (*fitting, *quickest) if takes(choice.backbone.model, choice.size))
+        fitting = [plan for plan in plans if needed(plan) <= left]
+        quickest = sorted(plans, key=lambda plan: (needed(plan), plan.error(steps)))
+        return next(plan for plan in (*fitting, *quickest) if takes(plan.backbone.model, plan.image_size))
 
     chosen = best()
     limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
-    while rate is not None and (place := (chosen.backbone.model, chosen.size)) not in rates:
+    while rate is not None and (place := (chosen.backbone.model, chosen.image_size)) not in rates:
         if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
             break
         rates[place] = rate(*place)
-        # Speeds that were not measured are estimated from operation counts.
         speed = rates[place] * chosen.operations
         chosen = best()
     if chosen.epochs:
         # More epochs use up the time, as far as they help.
-        known, left = rate_of(chosen), time_left()
+        left = time_left()
         longer = (replace(chosen, epochs=epochs) for epochs in range(chosen.epochs + 1, MAX_FINE_TUNING + 1))
-        for choice in itertools.takewhile(lambda choice: choice.seconds(data, known) <= left, longer):
-            chosen = choice
-    return PhotoPlan(
-        backbone=chosen.backbone,
-        image_size=chosen.size,
-        mirrored=chosen.mirrored,
-        epochs=chosen.epochs,
-        averaging=averaging(chosen.epochs * data.steps_per_epoch),
-        reasons=_reasons(chosen, data, seconds, rate_of(chosen) if rates else None, is_only=len(backbones) == 1),
+        chosen = [chosen, *itertools.takewhile(lambda plan: needed(plan) <= left, longer)][-1]
+    known = rates.get((chosen.backbone.model, chosen.image_size), speed / chosen.operations) if rates else None
+    return replace(
+        chosen,
+        averaging=averaging(chosen.epochs * steps),
+        reasons=_reasons(chosen, seconds, known, is_only=len(backbones) == 1),
     )
 
 
-def _reasons(
-    chosen: _Choice, data: _Data, seconds: float | None, rate: float | None, *, is_only: bool
-) -> dict[str, str]:
+def _reasons(plan: PhotoPlan, seconds: float | None, rate: float | None, *, is_only: bool) -> dict[str, str]:
     """Return explanations of the choices, by recipe key."""
-    backbone, within = chosen.backbone, "" if seconds is None else f" in {duration(seconds)}"
+    backbone, within = plan.backbone, "" if seconds is None else f" in {duration(seconds)}"
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
     why = "as you chose" if is_only else f"the least expected error{within}"
     speed = "" if rate is None else f"; {rate:,.0f} images/s here"
-    is_full = math.prod(sides(chosen.size)) >= backbone.image_size**2
-    size = "the size of the weights" if is_full else "larger images take too long"
+    is_full = math.prod(sides(plan.image_size)) >= backbone.image_size**2
+    short = f"there is no time for fine-tuning{within}" if seconds else "the head alone is fitted"
+    tuned = f"the last {TRAINED_SHARE:.0%} of the layers are fine-tuned{within}"
     reasons = {
-        "image_size": f"; {size}",
+        "image_size": "; the size of the weights" if is_full else "; larger images take too long",
         "model": f"model = {backbone.model}, from published weights ({figures}): {why}{speed}",
         "linear_probe": "linear_probe = true: the head is fitted to the features of all images, by cross-validation",
     }
-    if chosen.mirrored:
+    if plan.mirrored:
         reasons["tta"] = (
             "tta = true: answers are the mean over each image and its mirror image; --set tta=false for one"
         )
-    if chosen.epochs:
-        reasons["epochs"] = (
-            f"epochs = {chosen.epochs}: the last {TRAINED_SHARE:.0%} of the layers are fine-tuned{within}"
-        )
-    else:
-        time_is_short = f": there is no time for fine-tuning{within}" if seconds else ": the head alone is fitted"
-        reasons["epochs"] = f"epochs = 0{time_is_short}"
-    return reasons
+    return {**reasons, "epochs": f"epochs = {plan.epochs}: {tuned if plan.epochs else short}"}
 
 
 def _sizes(backbone: Backbone, ratio: float) -> list[Size]:

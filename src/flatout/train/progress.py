@@ -48,9 +48,7 @@ class EpochRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the line as plain values."""
-        fields = dataclasses.asdict(self)
-        metrics = fields.pop("metrics")
-        return {**fields, **metrics}
+        return {**{name: value for name, value in vars(self).items() if name != "metrics"}, **self.metrics}
 
     @classmethod
     def from_plain(cls, line: dict[str, Any]) -> "EpochRecord":
@@ -70,11 +68,9 @@ class Progress:
         counts: sums over the finished steps of the unfinished epoch.
         best_epoch: the best epoch by validation, from 1; 0 for none, or for the fitted head.
         best: the engine's snapshot of the weights after it, if the recipe keeps the best; else None.
-        train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
-            of the former, waiting for input; and communication, including waiting for other processes.
+        train_seconds: time in training epochs; of it, wait_seconds were spent waiting for input, communication_seconds
+            for other processes, and epoch_seconds in the unfinished epoch.
         first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
-        epoch_seconds: the part of train_seconds spent in the unfinished epoch.
-        images_trained: images in all finished steps.
         earlier_seconds: the time from the run's first command to the checkpoint that it resumed from.
         step_losses: pairs (step from the start of the run, mean training loss since the loss was last fetched).
     """

@@ -46,44 +46,35 @@ def resolve(
     changes = _with_full_name(changes)
     if "data.path" in changes and (data is not None or not is_complete):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
-    if not is_complete:
-        from flatout.train.auto_recipe import generate_recipe
+    if is_complete:
+        recipe = plain.override(changes)
+        if data is None:
+            data = recipe.data.path or _public_data(recipe, console)
+        if path := _plain(data):
+            recipe = recipe.override({"data.path": path})
+        return recipe, find(data, recipe.data, recipe.task, console=console)
+    from flatout.train.auto_recipe import generate_recipe
+    from flatout.train.dataset_stats import measure_dataset
 
-        if job is not None and data is not None:
-            raise InputError(f"{job} is data, and so is --data {data}: give one of them")
-        if job is None and data is None:
-            raise InputError("no job and no data: give one of them")
-        data = str(job) if data is None else data
-        found = find(data, plain.data, plain.task, console=console)
+    if (job is None) == (data is None):
+        given = "no job and no data" if job is None else f"{job} is data, and so is --data {data}"
+        raise InputError(f"{given}: give one of them")
+    data = str(job) if data is None else data
+    found = find(data, plain.data, plain.task, console=console)
 
-        def report(sentence: str) -> None:
-            console.note(sentence)
-            explain(sentence)
+    def report(sentence: str) -> None:
+        console.note(sentence)
+        explain(sentence)
 
-        recipe, reasons = generate_recipe(
-            found,
-            _plain(data),
-            changes,
-            accelerated=accelerated,
-            seconds=seconds,
-            began=began,
-            speeds=speeds,
-            report=report,
-            fetch=fetch,
-        )
-        chosen = {key.partition(".")[0] for key in changes} | set(changes)
-        console.note("no recipe given; generated one from your data:")
-        for key, reason in reasons.items():
-            if key not in chosen:
-                console.note(f"  {reason}")
-                explain(reason)
-        return recipe.override(changes), found
-    recipe = plain.override(changes)
-    if data is None:
-        data = recipe.data.path or _public_data(recipe, console)
-    if path := _plain(data):
-        recipe = recipe.override({"data.path": path})
-    return recipe, find(data, recipe.data, recipe.task, console=console)
+    facts = measure_dataset(found, accelerated=accelerated, seconds=seconds, began=began)
+    recipe, reasons = generate_recipe(facts, _plain(data), changes, speeds, report if fetch else None)
+    chosen = {key.partition(".")[0] for key in changes} | set(changes)
+    console.note("no recipe given; generated one from your data:")
+    for key, reason in reasons.items():
+        if key not in chosen:
+            console.note(f"  {reason}")
+            explain(reason)
+    return recipe.override(changes), found
 
 
 def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tuple[Recipe, bool]:

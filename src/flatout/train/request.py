@@ -1,23 +1,30 @@
-"""The user's request: a recipe, its data, and how to run it."""
+"""The user's request, and what the phases of a run share on one rank."""
 
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flatout.config import Recipe
+from flatout.data.batches import steps_per_epoch
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
-from flatout.train.callbacks import Callback
-from flatout.train.user_functions import UserFunctions
+from flatout.train.callbacks import Callback, UserFunctions
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.data.batches import Split
     from flatout.data.pack import Pack, SharedPack
     from flatout.data.source import DataSource, ImageDataset
+    from flatout.distributed.world import World
+    from flatout.engine.base import DeviceDataset, Engine
+    from flatout.train.head import HeadStage
+    from flatout.train.progress import Progress
+    from flatout.utils.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +33,14 @@ class Options:
 
     Attributes:
         out: the run folder; None for a new one under `runs/`.
-        devices: a device SPEC.
-        engine: the engine's name.
-        resume: continue the run in `out` from its newest checkpoint.
-        overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
-        hosts: the participating hosts.
+        allow_code: whether a model named as `package.module:factory` may be imported.
         restarts: how often the ranks are restarted from the newest checkpoint after losing one; None: as often as
             elastic hosts may be lost.
-        allow_code: whether a model named as `package.module:factory` may be imported.
         hang_timeout: seconds without progress after which one of several ranks is ended.
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: the time of the user's request, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
-        report: draw the pictures and the report.
-        callbacks: called by the main process.
-        functions: the user's functions, given in Python.
     """
 
     out: Path | None = None
@@ -67,10 +66,10 @@ class Options:
         return None if self.minutes is None else 60 * self.minutes
 
     def __post_init__(self) -> None:
-        if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
-            raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
-        if not (self.hang_timeout > 0 and math.isfinite(self.hang_timeout)):
-            raise InputError(f"--hang-timeout {self.hang_timeout:g}: must be greater than 0 seconds")
+        for flag, value in (("minutes", self.minutes), ("hang-timeout", self.hang_timeout)):
+            if value is not None and not 0 < value < math.inf:
+                unit = "seconds" if flag == "hang-timeout" else "minutes"
+                raise InputError(f"--{flag} {value:g}: must be greater than 0 {unit}")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
 
@@ -81,18 +80,15 @@ def check(recipe: Recipe, options: Options) -> None:
     Raises:
         InputError: it cannot; the message names the key or the flag and the fix.
     """
-    folds, minutes = f"data.folds = {recipe.data.folds}", f"--minutes {options.minutes or 0:g}"
-    if not recipe.data.folds or recipe.data.fold:
-        return
-    if options.minutes is not None:
-        raise InputError(f"{minutes}: cannot be combined with {folds}; give --epochs")
-    if options.hosts.most > 1 or launched() is not None:
-        raise InputError(f"{folds}: folds are trained on the devices of one host; start flatout there alone")
-    if recipe.schedule.name == "plateau":
-        raise InputError(
-            f"schedule.name = 'plateau': with {folds}, the held-out images must not set the learning rate; "
-            "choose another schedule"
-        )
+    refused = {
+        "--minutes": options.minutes is not None,
+        "several hosts or another launcher": options.hosts.most > 1 or launched() is not None,
+        # The held-out images must not set the learning rate.
+        "schedule.name = 'plateau'": recipe.schedule.name == "plateau",
+    }
+    if recipe.data.folds and not recipe.data.fold and any(refused.values()):
+        names = ", ".join(name for name, is_given in refused.items() if is_given)
+        raise InputError(f"data.folds = {recipe.data.folds}: cannot be combined with {names}; leave one out")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,9 +97,6 @@ class TrainRequest:
 
     Attributes:
         recipe: complete except for values measured on the data.
-        data: recognised data, or its pack.
-        options: how to run.
-        module: the model, if given in Python.
         run_dir: the run folder, if the process that starts the ranks holds it.
         phase_seconds: the time of finished phases.
         prepared_at: the time when the folder was claimed, by time.time.
@@ -116,3 +109,80 @@ class TrainRequest:
     run_dir: Path | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     prepared_at: float = 0.0
+
+
+class RunLog:
+    """Collects messages and times for the summary: `seconds` of each finished phase, without gaps."""
+
+    def __init__(self, console: "Console", request: TrainRequest) -> None:
+        self.console = console
+        self.notes = [*request.options.notes]
+        self.seconds = dict(request.phase_seconds)
+        self.setup_seconds = 0.0
+        self._began = request.options.began
+        self._lap = self._began + sum(self.seconds.values())
+
+    def note(self, sentence: str) -> None:
+        """Print a message, and keep it for the summary."""
+        self.notes.append(sentence)
+        self.console.note(sentence)
+
+    def lap(self, phase: str, parts: Mapping[str, float] = MappingProxyType({})) -> None:
+        """End a phase; `parts` are the seconds of nested phases, which are subtracted."""
+        now = time.perf_counter()
+        self.seconds |= {phase: now - self._lap - sum(parts.values()), **parts}
+        self._lap = now
+
+    def end_setup(self) -> None:
+        """Mark the end of the set-up."""
+        self.setup_seconds = time.perf_counter() - self._began
+
+    def wall_seconds(self, progress: "Progress") -> float:
+        """Return the time since the run's first command, without time lost when it was killed."""
+        return progress.earlier_seconds + time.perf_counter() - self._began
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainContext:
+    """The state that the phases of a run share on one rank. Only the engine changes.
+
+    Attributes:
+        recipe: complete, with the values that depend on the data, the devices and the time budget.
+        stage: the head fitted before the first step, or None.
+        parameters, trained_parameters: their number in the model.
+        devices, device_count: the devices of all ranks, as a SPEC, and their number.
+        datasets: the splits on the devices; empty if nothing is trained.
+    """
+
+    request: TrainRequest
+    recipe: Recipe
+    run_dir: Path
+    world: "World"
+    log: RunLog
+    pack: "Pack"
+    splits: "dict[str, Split]"
+    engine: "Engine"
+    stage: "HeadStage | None"
+    parameters: int
+    trained_parameters: int
+    devices: str
+    device_count: int
+    datasets: "Mapping[str, DeviceDataset]" = field(default_factory=dict)
+
+    @property
+    def options(self) -> Options:
+        """The options of the request."""
+        return self.request.options
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps of an epoch."""
+        return steps_per_epoch(len(self.splits["train"]), self.recipe.batch_size, self.recipe.drop_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How training ended: why early, or "", and the exception if it failed."""
+
+    reason: str = ""
+    failure: Exception | None = None

@@ -5,47 +5,60 @@ engine (`set_up`), then the fitted head or a checkpoint, the time budget, the lo
 """
 
 import contextlib
+import copy
+import functools
+import platform
 import shlex
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flatout.data.pack import Pack, share
-from flatout.distributed.environment import launched
+from flatout import __version__
+from flatout.config import FREE_KEYS, Recipe
+from flatout.data.batches import Split, measure
+from flatout.data.build import load
+from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
+from flatout.data.splits import splits_of
+from flatout.distributed.environment import launched, restart_count
 from flatout.distributed.world import World
-from flatout.engine import optim
-from flatout.engine.base import DeviceDataset
-from flatout.engine.devices import parse_devices, spec_of
-from flatout.engine.factory import Processes, choose_processes, kept_devices, run_on_devices
-from flatout.train import claim
-from flatout.train.budget import Budget, plan_minutes
+from flatout.engine.base import DeviceDataset, Engine
+from flatout.engine.devices import spec_of
+from flatout.engine.factory import (
+    Processes,
+    choose_processes,
+    kept_devices,
+    make_engine,
+    precisions,
+    run_on_devices,
+)
+from flatout.engine.schedule import describe_scaling
+from flatout.engine.torch.accelerator import precision_of_gpu
+from flatout.models import build
+from flatout.models.pretrained import load_pretrained
+from flatout.tasks import statistics, task_of, weights_of, with_task
+from flatout.train import run_dir as folders
+from flatout.train.budget import Budget, fastest_precision, plan_minutes
 from flatout.train.callbacks import CallbackRunner
-from flatout.train.checkpoint import continued_recipe, restore
-from flatout.train.context import Ended, RunLog, TrainContext
 from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
+from flatout.train.head import HeadStage, fit_to_features
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
-from flatout.train.prepare import (
-    agree,
-    build_model,
-    claimed_run_dir,
-    load_pack,
-    prepare_host,
-    resolve_auto_values,
-    split_pack,
-    start_engine,
-)
-from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
-from flatout.train.request import TrainRequest, check
+from flatout.train.request import Ended, RunLog, TrainContext, TrainRequest, check
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
+from flatout.utils.host import available_memory
+
+if TYPE_CHECKING:
+    from torch import nn
 
 T = TypeVar("T")
 
@@ -73,10 +86,18 @@ def train(request: TrainRequest, console: Console) -> Path:
         # All hosts use the first host's name, also after a restart.
         folder = Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
         request = replace(request, options=replace(options, out=folder))
-    if recipe.data.folds and not recipe.data.fold:
-        return cross_validate(request, console, train_on_rank)
+    if not recipe.data.folds or recipe.data.fold:
+        return _train_one(console, request)
+    with prepare_host(request, console) as (request, pack):
+        # Check model and devices before an old run is removed.
+        build_model(request, pack)
+        request, _ = _choose_processes(request, pack, console)
+        return cross_validate(request, pack, console, functools.partial(_train_one, console))
+
+
+def _train_one(console: Console, request: TrainRequest) -> Path:
     run_dir, attributes = run_on_all_ranks(request, console, _train_and_return_callbacks, begins=True)
-    for callback, found in zip(options.callbacks, attributes, strict=False):
+    for callback, found in zip(request.options.callbacks, attributes, strict=False):
         vars(callback).update(found)
     return run_dir
 
@@ -99,36 +120,31 @@ def run_on_all_ranks(
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    recipe, options = request.recipe, request.options
-    optim.class_of(recipe.optimizer)
-    call = partial(run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout)
+    options = request.options
+    call = functools.partial(
+        run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout
+    )
     if launched() is not None:
         return call((request,), spec=options.devices)
-    if options.devices != "auto":
-        _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
-        chosen, notes = _choose_processes(request, pack)
-        for sentence in notes:
-            console.note(sentence)
-        options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
+        request, chosen = _choose_processes(request, pack, console)
         if begins and request.run_dir and not options.overwrite:
             # A run that is killed before its first epoch is resumed on the same number of processes.
             (request.run_dir / run_files.LOGS).mkdir(exist_ok=True)
-            write_atomically(request.run_dir / run_files.DEVICES, options.devices.encode())
+            write_atomically(request.run_dir / run_files.DEVICES, request.options.devices.encode())
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
-        data = pack if is_alone else stack.enter_context(share(pack))
         return call(
-            (replace(request, options=options, data=data),),
-            spec=options.devices,
+            (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
+            spec=request.options.devices,
             hosts=options.hosts,
             restarts=options.restarts,
             threads=chosen.threads,
         )
 
 
-def _choose_processes(request: TrainRequest, pack: Pack) -> tuple[Processes, list[str]]:
-    """Return the processes of this host, and sentences about the choice; a resumed run keeps its devices."""
+def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tuple[TrainRequest, Processes]:
+    """Choose the processes of this host, and name them in the request; a resumed run keeps its devices."""
     options, notes = request.options, list[str]()
     spec = options.devices
     if spec == "auto" and options.resume and options.out:
@@ -140,15 +156,39 @@ def _choose_processes(request: TrainRequest, pack: Pack) -> tuple[Processes, lis
     chosen = choose_processes(
         spec, request.recipe, stop - start, lambda: build_model(request, pack), options.engine, seconds=options.seconds
     )
-    return chosen, [*notes, chosen.reason] if chosen.reason else notes
+    notes += [chosen.reason] if chosen.reason else []
+    for sentence in notes:
+        console.note(sentence)
+    options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
+    return replace(request, options=options), chosen
 
 
-def _check_batch(batch: int, ranks: int) -> None:
-    if batch < ranks:
-        raise InputError(
-            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
-            "use a larger batch or fewer devices"
-        )
+@contextlib.contextmanager
+def prepare_host(
+    request: TrainRequest, console: Console, *, begins: bool = False
+) -> Iterator[tuple[TrainRequest, Pack]]:
+    """Claim the run folder and make the pack for the ranks of this host, in this process or in others."""
+    alone, log = World(), RunLog(console, request)
+    with contextlib.ExitStack() as stack:
+        if request.options.hosts.most == 1:
+            run_dir = stack.enter_context(claimed_run_dir(request, alone))
+            request = replace(request, run_dir=run_dir)
+            if begins and not (run_dir / run_files.RECIPE).is_file():
+                folders.write_recipe(run_dir, request.recipe)
+        prepared_at = time.time()
+        pack = load_pack(request, alone, log)
+        recipe = with_task(request.recipe, pack.task)
+        yield replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at), pack
+
+
+@contextlib.contextmanager
+def claimed_run_dir(request: TrainRequest, world: World) -> Iterator[Path]:
+    """Claim the run folder in the main process, unless the process that started it has; agree on its name."""
+    options = request.options
+    resume = options.resume or (restart_count() > 0 and not options.overwrite)
+    held = folders.claimed(options.out, request.recipe.job, resume=resume, overwrite=options.overwrite)
+    with contextlib.ExitStack() as stack:
+        yield world.from_main(lambda: request.run_dir or stack.enter_context(held))
 
 
 # --- What each of them does ------------------------------------------------------------------------------------------
@@ -162,9 +202,9 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
     """
     with set_up(console, world, request) as context:
         # Continue from a checkpoint, or begin with the fitted head
-        checkpoint = restore(context)
-        progress = checkpoint.progress if checkpoint else new_progress(context)
-        begin_run_dir(context, overwrite=request.options.overwrite and checkpoint is None)
+        restored = folders.restore(context)
+        progress = restored or new_progress(context)
+        begin_run_dir(context, overwrite=request.options.overwrite and restored is None)
         write_metrics(context, progress)
         # Place images on the devices, compile steps, fit their number to the time
         if context.recipe.epochs:
@@ -173,7 +213,6 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
         # Train, evaluate, write the run
         ended = Ended()
         with signals_noted(world.control):
-            check_sanity(context, progress)
             callbacks = CallbackRunner(context, progress)
             if context.datasets:
                 context, ended = run_epochs(context, progress, budget, callbacks)
@@ -199,14 +238,19 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         # Data and recipe
         pack = load_pack(request, world, log)
         splits = split_pack(pack, request.recipe, log)
-        continued = continued_recipe(request, run_dir, world)
+        continued = folders.continued_recipe(request, run_dir, world)
         recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
-        _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
+        if min(recipe.batch_size, len(splits["train"])) < world.size:
+            raise InputError(
+                f"batch_size = {recipe.batch_size} is less than one sample for each of the {world.size} ranks: "
+                "use a larger batch or fewer devices"
+            )
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine
-        model = build_model(replace(request, recipe=recipe), pack, log.note)
-        engine, recipe, stage = start_engine(model, recipe, splits, pack, world, request.options, continued, log)
+        request_here = replace(request, recipe=recipe)
+        model = build_model(request_here, pack, log.note)
+        engine, recipe, stage = start_engine(model, request_here, splits, pack, world, continued, log)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
             for sentence in engine.describe():
@@ -246,7 +290,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
     """Write recipe and devices, after an old run is removed if that was requested, and open the logs."""
     world, console = context.world, context.log.console
     if world.is_main:
-        claim.begin(context.run_dir, context.recipe, overwrite=overwrite)
+        folders.begin(context.run_dir, context.recipe, overwrite=overwrite)
     world.barrier()
     log_file = context.run_dir / run_files.LOGS / f"rank-{world.rank}.log"
     try:
@@ -289,16 +333,15 @@ def run_epochs(
         reason = run_loop(context.engine, context.world, recipe, context.datasets, progress, monitor)
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
-    except CallbackFailed as error:
-        # The training itself is sound: it can be resumed from here.
-        reason, failure = f"failed: {error}", error
     except TrainingFailed as error:
-        monitor.restore()
         reason, failure = f"failed: {error}", error
     except Stopped as stopped:
         reason, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
     log.console.finish()
-    if isinstance(failure, CallbackFailed) or not isinstance(failure, TrainingFailed):
+    if isinstance(failure, TrainingFailed) and not isinstance(failure, CallbackFailed):
+        monitor.restore()
+    else:
+        # After a callback's failure too: the training itself is sound.
         monitor.checkpoint()
     if reason:
         log.note(reason)
@@ -324,3 +367,206 @@ def _train_and_return_callbacks(
         console.note(f"the attributes of the callbacks stay in the process of rank 0: {error}")
         return folder, []
     return folder, attributes
+
+
+# --- Data and recipe ------------------------------------------------------------------------------------------------
+
+
+def load_pack(request: TrainRequest, world: World, log: RunLog) -> Pack:
+    """Return the pack: one process per host makes it, and the others map the same file."""
+    data = request.data
+    if isinstance(data, Pack):
+        return data
+    if isinstance(data, SharedPack):
+        log.lap("launch")
+        return data.open()
+    log.lap("start")
+    pack = load_once_per_host(
+        world, lambda: load(data, request.recipe, cache=request.options.cache, report=log.console)
+    )
+    log.console.finish()
+    log.lap("pack")
+    return pack
+
+
+def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
+    """Return the images of each split, and note how the data was split."""
+    log.console.note(pack.describe())
+    for sentence in pack.notes:
+        log.note(sentence)
+    if pack.skipped:
+        log.note(f"{len(pack.skipped):,} unreadable images were left out")
+    splits = splits_of(pack, recipe.data, recipe.seed)
+    taken = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
+    train = f"train {len(splits['train']):,}"
+    if fold := recipe.data.fold:
+        log.note(f"fold {fold} of {recipe.data.folds}: {train}, held out {len(splits['valid']):,}")
+    elif taken:
+        how = "the same share of all numbers" if pack.task == "regression" else "by class"
+        how += " and group" * (pack.groups is not None)
+        log.note(f"taken from the training images, {how}: {', '.join(taken)}; {train}")
+    if len(splits) == 1:
+        log.note("no held-out data: accuracy will not be measured")
+    return splits
+
+
+def resolve_auto_values(
+    recipe: Recipe,
+    pack: Pack,
+    splits: Mapping[str, Split],
+    world: World,
+    continued: Recipe | None,
+    log: RunLog,
+) -> Recipe:
+    """Fill in the values that depend on the data: normalisation, bits, task, loss and order. All ranks call this."""
+    if not recipe.data.bits:
+        recipe = recipe.override({"data.bits": pack.bits})
+    if not recipe.data.mean:
+        mean, std = measure(splits["train"])
+        recipe = recipe.override({"data.mean": mean, "data.std": std})
+    before, recipe = recipe.loss, with_task(recipe, pack.task)
+    if recipe.loss != before:
+        log.note(f"loss = {recipe.loss}: the labels are {pack.task}")
+    if pack.task == "regression" and not recipe.data.label_std:
+        label_mean, label_std = statistics(splits["train"].labels)
+        recipe = recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
+    if recipe.data.order == "auto":
+        order = continued.data.order if continued else _order_for_memory(splits["train"], world, log)
+        recipe = recipe.override({"data.order": world.broadcast_object(order)})
+    if recipe.optimizer.lr_base_batch not in (0, recipe.batch_size):
+        log.note(describe_scaling(recipe))
+    return recipe
+
+
+def _order_for_memory(train: Split, world: World, log: RunLog) -> str:
+    """Return "blocks" if the images on disk exceed the memory of a host, else "full"."""
+    free = min(world.all_gather_object(available_memory()))
+    if not train.is_on_disk or train.nbytes <= free:
+        return "full"
+    log.note(
+        f"data.order = blocks: {train.nbytes / 2**30:.1f} GiB of training images are more than the "
+        f"{free / 2**30:.1f} GiB of available memory"
+    )
+    return "blocks"
+
+
+def agree(world: World, recipe: Recipe, pack: Pack) -> None:
+    """Check before the first step that all ranks have the same versions, recipe and data.
+
+    Raises:
+        InputError: one differs. The message names it and the difference, and is the same on all ranks.
+    """
+    facts = {f"version {name}": version(name) for name in ("torch", "numpy", "safetensors")}
+    facts |= {"version flatout": __version__, "version Python": platform.python_version()}
+    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
+    facts |= {f"recipe {key}": value for key, value in recipe.flat().items() if key not in free}
+    if world.local_size < world.size:
+        # The ranks of one host read the same file.
+        facts |= {f"data {name}": value for name, value in folders.data_facts(pack).items()}
+    everyone = world.all_gather_object((socket.gethostname(), facts))
+    first_host, first = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        for name, value in other.items():
+            if value != first[name]:
+                raise InputError(
+                    f"rank {rank} (host {host}) has {name} = {value!r}, but rank 0 (host {first_host}) has "
+                    f"{first[name]!r}: start all hosts with the same versions, data, recipe and flags"
+                )
+
+
+# --- Model and engine -----------------------------------------------------------------------------------------------
+
+
+def build_model(
+    request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None
+) -> "nn.Module":
+    """Return the model of a request with fresh weights; a model object is copied."""
+    return build.build_model(
+        request.recipe,
+        len(pack.classes),
+        module=request.module,
+        allow_code=request.options.allow_code,
+        report=report,
+    )
+
+
+def start_engine(
+    model: "nn.Module",
+    request: TrainRequest,
+    splits: Mapping[str, Split],
+    pack: Pack,
+    world: World,
+    continued: Recipe | None,
+    log: RunLog,
+) -> tuple[Engine, Recipe, HeadStage | None]:
+    """Return the engine with initial weights, the recipe with its number format, and the fitted head if any.
+
+    All ranks call this; the model has fresh weights and is changed.
+
+    Raises:
+        InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
+    """
+    recipe, options = request.recipe, request.options
+    if recipe.pretrained or recipe.weights:
+        # Rank 0 alone loads, and perhaps downloads them; its engine distributes them.
+        world.from_main(lambda: load_pretrained(model, recipe, log.note))
+    elif recipe.freeze:
+        log.note("frozen layers keep their random weights: no pre-trained weights were requested")
+    task, functions = task_of(recipe), options.functions
+    class_weights = weights_of(recipe, task, splits["train"].labels, pack.classes)
+    make = functools.partial(
+        make_engine,
+        engine=options.engine,
+        devices=options.devices,
+        world=world,
+        task=replace(task, own_metrics=functions.metrics),
+        class_weights=class_weights,
+        # Only the torch engine supports user functions; `UserFunctions.check` has refused them elsewhere.
+        **functions.for_engine(recipe),
+    )
+
+    def fit(recipe: Recipe, engine: Engine | None = None) -> tuple[HeadStage, Recipe]:
+        """Fit the head. With a time budget, drop fine-tuning if the head alone is good enough."""
+        stage = fit_to_features(
+            model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
+        )
+        if options.minutes is not None and stage.is_enough:
+            log.note(
+                ("fine-tuning is left out: " if recipe.epochs else "")
+                + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, "
+                "or other ones, would help more than minutes"
+            )
+            recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
+        if not recipe.epochs:
+            stage.give(engine) if engine else stage.give_to(model)
+        return stage, recipe
+
+    stage: HeadStage | None = None
+    # The engine's frozen layers compute features, too. A sharded model cannot be passed to another engine.
+    shares_features = recipe.epochs > 0 and bool(recipe.freeze) and recipe.shard == "none"
+    if recipe.linear_probe and not shares_features:
+        stage, recipe = fit(recipe)
+
+    def measured(formats: list[str]) -> tuple[str, str]:
+        def quiet(one: Recipe) -> Engine:
+            return make(copy.deepcopy(model), one, report=lambda sentence: None)
+
+        return fastest_precision(quiet, splits["train"], recipe, world, formats)
+
+    formats = precisions(options.engine, world)
+    if not recipe.epochs:
+        recipe = recipe.override({"precision": "fp32"})
+    elif recipe.precision == "auto" and continued:
+        recipe = recipe.override({"precision": continued.precision if continued.precision in formats else "auto"})
+    elif recipe.precision == "auto" and "bf16" in formats:
+        if found := precision_of_gpu(formats, model, recipe):
+            chosen, reason = found[0], f"{found[1] / 1e6:,.1f} million multiply-adds per image"
+        else:
+            chosen, reason = measured(formats)
+        log.note(f"precision = {chosen}: {reason}")
+        recipe = recipe.override({"precision": chosen})
+    engine = make(model, recipe, report=log.note)
+    if recipe.linear_probe and shares_features:
+        stage, recipe = fit(recipe, engine)
+    log.lap("model", stage.seconds if stage else {})
+    return engine, recipe, stage

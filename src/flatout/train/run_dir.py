@@ -1,0 +1,385 @@
+"""The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues.
+
+A checkpoint is one safetensors file, which executes no code and detects damage: the engine's state and the loop's
+progress.
+"""
+
+import contextlib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
+from flatout.distributed.environment import launched, restart_count
+from flatout.models.weights import read_weights, save_tensors
+from flatout.train.progress import Progress, from_plain, to_plain
+from flatout.train.request import Options, TrainContext, TrainRequest
+from flatout.utils import run_files
+from flatout.utils.errors import InputError, Stopped
+from flatout.utils.files import lock, sweep_temporary_files, write_atomically
+from flatout.utils.host import process_place
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Pack
+    from flatout.distributed.world import World
+
+# What --overwrite removes: the files that a run writes, then their folders.
+_FILES_OF_A_RUN = (
+    f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
+    run_files.CHECKPOINTS,
+    f"{run_files.LOGS}/rank-*.log",
+    f"{run_files.LOGS}/rank-*.samples.jsonl",
+    f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
+    run_files.LIVE,
+    run_files.DEVICES,
+    run_files.LOGS,
+    f"{run_files.TENSORBOARD}/events.out.tfevents.*",
+    run_files.TENSORBOARD,
+    *run_files.PICTURES,
+    run_files.RECIPE,
+    run_files.METRICS,
+    run_files.SUMMARY,
+    run_files.WEIGHTS,
+    run_files.KNOWN,
+    run_files.PREDICTIONS,
+    run_files.SPLITS,
+    run_files.REPORT,
+)
+_FOLDS = run_files.FOLD.format("[1-9]*")
+_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
+# Tolerance: a process's start is relative to the host's, which clock corrections shift.
+_CLOCK_SECONDS = 5.0
+# Prefix of the tensors of the best epoch in a checkpoint.
+_BEST = "best."
+
+# --- Exclusive use ----------------------------------------------------------------------------------------------------
+
+
+def check(options: Options) -> None:
+    """Raise InputError early, before the data is read, if `claimed` will refuse the run folder on this host."""
+    if options.hosts.most == 1 and launched() is None:
+        _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
+
+
+@contextlib.contextmanager
+def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Create a run folder if necessary, and lock it while the context lasts.
+
+    A new folder is removed if it stays empty, or if the run ends through wrong input or the user before training.
+
+    Without `out`, it is a new one under `runs/`, named by the job and the time. An old run is replaced by `begin`.
+
+    Raises:
+        InputError: another process uses the folder, it has other content, or it cannot be written.
+    """
+    _check_content(out, resume=resume, overwrite=overwrite)
+    target = out or Path("runs/new")
+    existed = {path for path in (target, *target.parents) if path.exists()}
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = _make(out, job)
+            stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
+            stack.enter_context(_locked(folder))
+            _check_content(folder, resume=resume, overwrite=overwrite)
+            is_new = _is_empty(folder)
+            sweep_temporary_files(folder)
+        except OSError as error:
+            raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from None
+        try:
+            yield folder
+        except (InputError, Stopped, KeyboardInterrupt):
+            # Weights and checkpoints, including those of folds.
+            if is_new and not any(folder.rglob("*.safetensors")):
+                with contextlib.suppress(OSError):
+                    _remove_run(folder)
+            raise
+
+
+def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other: give one of them")
+    if folder is None or not folder.exists() or _is_empty(folder):
+        return
+    if not resume and not overwrite:
+        raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
+    if not (folder / run_files.RECIPE).is_file():
+        flag = "resume" if resume else "overwrite"
+        raise InputError(f"{folder}: is not a run folder, so --{flag} does not touch it; choose another --out")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.name == run_files.LOCK for path in folder.iterdir())
+
+
+def _make(out: Path | None, job: str) -> Path:
+    """Make the folder; a default name is unique."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    name = f"runs/{job}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = Path(name), 1
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        number += 1
+        folder = Path(f"{name}-{number}")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _remove_run(folder: Path) -> None:
+    for path in (p for name in _OWN_FILES for p in folder.glob(name)):
+        if path.is_file():
+            path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder; the system releases the lock when the process dies."""
+    path = folder / run_files.LOCK
+    while True:
+        descriptor = lock(path, wait=False)
+        if descriptor is None:
+            user = holder(folder)
+            raise InputError(
+                f"{folder}: in use by process {user.process if user else 'unknown'}; wait for it or choose another "
+                "--out"
+            )
+        # The previous process may have removed the file after it was opened here.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                break
+        os.close(descriptor)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} {psutil.Process().create_time()} {process_place()}\n".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that uses a run folder, or used it when it or its host failed.
+
+    Its PID, its start in seconds since 1970, and its host and container.
+    """
+
+    process: int
+    started: float
+    place: str
+
+    def is_alive(self) -> bool | None:
+        """Whether the process is alive; None if it is on another host."""
+        if self.place != process_place():
+            return None
+        try:
+            found = psutil.Process(self.process)
+            return abs(found.create_time() - self.started) < _CLOCK_SECONDS and found.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def holder(folder: Path) -> Holder | None:
+    """Return the process that uses a run folder, or None."""
+    try:
+        process, started, place = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
+        return Holder(process=int(process), started=float(started), place=place)
+    except (OSError, ValueError):
+        return None
+
+
+def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
+    """Write the recipe of a run into its folder, after removing an old run if `overwrite`."""
+    try:
+        if overwrite:
+            _remove_run(folder)
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be removed: {error.strerror}") from None
+    write_recipe(folder, recipe)
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe of a run into its folder."""
+    head = f"Repeat this run: flatout train {run_files.RECIPE}"
+    write_atomically(folder / run_files.RECIPE, recipe.to_toml(head).encode())
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """Everything a run needs to continue.
+
+    Attributes:
+        state: the engine's state at `progress`; see `Engine.state`.
+        best: the state of `progress.best`; empty if there is none.
+        data: see `data_facts`.
+    """
+
+    state: dict[str, Any]
+    best: dict[str, Any]
+    progress: Progress
+    recipe: Recipe
+    data: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept.
+
+        Raises:
+            TrainingFailed: the disk is full.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
+        tensors = {**self.state, **{_BEST + name: value for name, value in self.best.items()}}
+        metadata = {
+            "progress": json.dumps(to_plain(self.progress)),
+            "recipe": self.recipe.to_toml(),
+            "data": json.dumps(self.data),
+        }
+        save_tensors(path, tensors, metadata)
+        older = [other for other in newest_first(folder) if other.name < path.name]
+        for other in newest_first(folder):
+            # Newer files are damaged: the run was resumed from an older one.
+            if other not in (path, *older[:1]):
+                other.unlink()
+
+    def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
+        """Check that a run can continue with a recipe and data; `report` gets a message if the data has changed.
+
+        Raises:
+            InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
+        """
+        check_same(self.recipe, recipe)
+        if recipe.epochs < self.progress.epoch:
+            raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
+        if self.data["classes"] != data["classes"]:
+            raise InputError(
+                f"--resume: the run was trained on the classes {', '.join(self.data['classes'])}, but the data has "
+                f"{', '.join(data['classes'])}: restore the data, or start a new run"
+            )
+        if changed := [name for name, value in data.items() if self.data.get(name) != value]:
+            report(f"the data has changed since the run began: {', '.join(changed)} differ")
+
+
+def check_same(before: Recipe, now: Recipe) -> None:
+    """Raise InputError if the recipe of a continued run differs in a key other than `FREE_KEYS`."""
+    flat = before.flat()
+    for key, value in now.flat().items():
+        if key not in FREE_KEYS and flat[key] != value:
+            raise InputError(
+                f"--resume: the run has {key} = {flat[key]!r}; {key} = {value!r} needs a new run. "
+                f"Only {', '.join(FREE_KEYS)} can change"
+            )
+
+
+def data_facts(pack: "Pack") -> dict[str, Any]:
+    """Return facts that identify the data: classes, split sizes, and a digest of images and labels."""
+    splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
+    return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
+
+
+def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Recipe | None:
+    """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
+
+    def read() -> Recipe | None:
+        if not (_is_continued(request) and newest_first(run_dir / run_files.CHECKPOINTS, _since(request))):
+            return None
+        return of_run(load_recipe(run_dir / run_files.RECIPE))
+
+    return world.from_main(read)
+
+
+def restore(context: TrainContext) -> Progress | None:
+    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress.
+
+    All ranks call this; the main process reads the file. Returns None if nothing was saved yet.
+
+    Raises:
+        InputError: all checkpoints are damaged; see also `Checkpoint.check_resumable`.
+    """
+    engine, recipe, note = context.engine, context.recipe, context.log.note
+    if not (_is_continued(context.request) and recipe.epochs):
+        return None
+    # In the main process; the engine distributes the tensors.
+    state, best = dict[str, Any](), dict[str, Any]()
+
+    def without_tensors() -> Checkpoint | None:
+        found = _read_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
+        if found is None:
+            return None
+        state.update(found.state)
+        best.update(found.best)
+        return replace(found, state={}, best={})
+
+    newest = context.world.from_main(without_tensors)
+    if newest is None:
+        note("nothing was saved yet: training starts from the beginning")
+        return None
+    newest.check_resumable(recipe, data_facts(context.pack), note)
+    progress = newest.progress
+    if progress.best_record and recipe.keep == "best":
+        engine.load_state({**state, **best})
+        progress.best = engine.snapshot(weights_only=True)
+    engine.load_state(state)
+    note(f"resumed after epoch {progress.epoch}, step {progress.step}")
+    return progress
+
+
+def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
+    """Return the checkpoint files in a folder, newest first, without those older than `since`, by time.time."""
+    found = sorted(folder.glob("epoch-*.safetensors"), reverse=True)
+    return [path for path in found if path.stat().st_mtime >= since]
+
+
+def _is_continued(request: TrainRequest) -> bool:
+    """Whether the run continues from a checkpoint, if there is one."""
+    return request.options.resume or restart_count() > 0
+
+
+def _since(request: TrainRequest) -> float:
+    """Return the time from which checkpoints belong to this run: a run to overwrite may have left older ones."""
+    return request.prepared_at if request.options.overwrite else 0.0
+
+
+def _read_newest(folder: Path, report: Callable[[str], None], since: float) -> Checkpoint | None:
+    paths = newest_first(folder, since)
+    for path in paths:
+        try:
+            return _read(path)
+        except InputError as error:
+            report(str(error))
+    if paths:
+        raise InputError(f"{folder}: all {len(paths)} checkpoints are damaged; train with --overwrite to start again")
+    return None
+
+
+def _read(path: Path) -> Checkpoint:
+    tensors, metadata = read_weights(path)
+    try:
+        return Checkpoint(
+            state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
+            best={name.removeprefix(_BEST): value for name, value in tensors.items() if name.startswith(_BEST)},
+            progress=from_plain(json.loads(metadata["progress"])),
+            recipe=of_run(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
+            data=json.loads(metadata["data"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is not a checkpoint of flatout ({type(error).__name__}: {error})") from None
