@@ -27,7 +27,7 @@ from flatout.data.splits import splits_of
 from flatout.distributed.environment import launched, restart_count
 from flatout.distributed.world import World
 from flatout.engine.base import DeviceDataset, Engine
-from flatout.engine.devices import spec_of
+from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import (
     Processes,
     choose_processes,
@@ -82,6 +82,8 @@ def train(request: TrainRequest, console: Console) -> Path:
     """
     recipe, options = request.recipe, request.options
     check(recipe, options)
+    if launched() is None and options.devices != "auto":
+        _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     if options.hosts.most > 1 and options.out is None:
         # All hosts use the first host's name, also after a restart.
         folder = Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -140,6 +142,14 @@ def run_on_all_ranks(
             hosts=options.hosts,
             restarts=options.restarts,
             threads=chosen.threads,
+        )
+
+
+def _check_batch(batch: int, ranks: int) -> None:
+    if batch < ranks:
+        raise InputError(
+            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+            "use a larger batch or fewer devices"
         )
 
 
@@ -240,11 +250,7 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         splits = split_pack(pack, request.recipe, log)
         continued = folders.continued_recipe(request, run_dir, world)
         recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
-        if min(recipe.batch_size, len(splits["train"])) < world.size:
-            raise InputError(
-                f"batch_size = {recipe.batch_size} is less than one sample for each of the {world.size} ranks: "
-                "use a larger batch or fewer devices"
-            )
+        _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine
