@@ -26,6 +26,7 @@ from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
 from flatout.data.splits import splits_of
 from flatout.distributed.environment import launched, restart_count
 from flatout.distributed.world import World
+from flatout.engine import optim
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import (
@@ -123,6 +124,7 @@ def run_on_all_ranks(
         InputError, TrainingFailed, Stopped: see `train`.
     """
     options = request.options
+    optim.class_of(request.recipe.optimizer)  # refuses one that cannot train, before the data is read
     call = functools.partial(
         run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout
     )
