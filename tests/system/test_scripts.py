@@ -60,6 +60,8 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         assert "top level" not in (elsewhere / "run" / "logs" / f"rank-{rank}.log").read_text()
 
 
+# pexpect forks and starts the interpreter at once; other tests of this process may have loaded JAX.
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_the_interactive_interpreter(tmp_path: Path) -> None:
     # The plain prompt: newer interpreters have an editor that draws.
     own: dict[str, Any] = {"TERM": "xterm", "PYTHON_BASIC_REPL": "1", "HOME": str(tmp_path), "INPUTRC": os.devnull}
