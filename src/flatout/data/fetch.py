@@ -34,23 +34,26 @@ _VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
 _SILENT = logging.NullHandler()
 
 
-# The package and how to install it, and what to do about missing permission.
+class _Store(NamedTuple):
+    package: str  # and how to install it
+    access: str  # what to do about missing permission
+    options: Mapping[str, Any] = {}
+
+
 _STORES = {
-    "s3": (
-        "s3fs: pip install 'flatout[s3]'",
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=1",
+    "s3": _Store(
+        package="s3fs: pip install 'flatout[s3]'",
+        access="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=1",
+        options={"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
     ),
-    "gs": (
-        "gcsfs: pip install 'flatout[gcs]'",
-        "run gcloud auth application-default login; for a public bucket set FSSPEC_GS_TOKEN=anon",
+    "gs": _Store(
+        package="gcsfs: pip install 'flatout[gcs]'",
+        access="run gcloud auth application-default login; for a public bucket set FSSPEC_GS_TOKEN=anon",
     ),
-    "hf": (
-        "huggingface_hub: pip install huggingface_hub",
-        "accept the terms of the data set, if it has any, and run hf auth login or set HF_TOKEN",
+    "hf": _Store(
+        package="huggingface_hub: pip install huggingface_hub",
+        access="accept the terms of the data set, if it has any, and run hf auth login or set HF_TOKEN",
     ),
-}
-_OPTIONS = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
 }
 
 
@@ -176,15 +179,15 @@ class _Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.shown = url, _without_query(url)
-        self._store = _STORES.get(url.partition("://")[0])
         scheme = url.partition("://")[0]
-        options = copy.deepcopy(_OPTIONS.get(scheme, {})) if self._store else self._web_options()
+        self._store = _STORES.get(scheme)
+        options = copy.deepcopy(self._store.options) if self._store else self._web_options()
         try:
             # A new instance each time: cached ones remember file listings.
             self._system: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
         except ImportError:
             assert self._store is not None
-            raise InputError(f"{url}: needs the package {self._store[0]}") from None
+            raise InputError(f"{url}: needs the package {self._store.package}") from None
         # The libraries log tracebacks of errors that our messages already contain, and downloads that were given up.
         for library in (type(self._system).__module__.partition(".")[0], "aiohttp", "asyncio"):
             logging.getLogger(library).addHandler(_SILENT)
@@ -315,7 +318,7 @@ class _Server:
         text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
         names = " ".join(type(cause).__name__ for cause in chain)
         if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-            return _TransferError(url, f"access is denied ({text})", self._store[1])
+            return _TransferError(url, f"access is denied ({text})", self._store.access)
         return _TransferError(url, text, "check the URL and the network")
 
 
