@@ -43,7 +43,7 @@ def convert(
     check: Path | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the weights of a file as those of a model, and return a summary in plain values.
+    """Write the weights of a file as those of a model; return what `--json` prints.
 
     Args:
         file: in any format that `readers` knows; a folder or prefix of a checkpoint.
@@ -72,7 +72,7 @@ def convert(
             raise
         hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
         raise InputError(f"{error}; {hint}", error.details) from None
-    difference, absolute = expected.compare(model, fitted.head_fits) if expected else (None, None)
+    difference, absolute = expected.compare(model, recipe.channels, fitted.head_fits) if expected else (None, None)
     state = model.state_dict()
     if not fitted.head_fits:
         heads = tuple(f"{head}." for head in head_modules(model))
@@ -149,10 +149,10 @@ def _build_for(source: SourceCheckpoint, name: str, known: Shape) -> tuple[nn.Mo
 
 
 def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Module, Recipe]:
-    # One output means two classes.
-    loss: Any = "binary-cross-entropy" if outputs == 1 else "cross-entropy"
+    is_binary = outputs == 1
+    loss: Any = "binary-cross-entropy" if is_binary else "cross-entropy"
     recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, loss=loss)
-    return build_model(recipe, 2 if outputs == 1 else outputs, allow_code=True), recipe
+    return build_model(recipe, 2 if is_binary else outputs, allow_code=True), recipe
 
 
 # ---- --check ---------------------------------------------------------------------------------------------------------
@@ -161,27 +161,25 @@ def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Modul
 class _ExpectedLogits(NamedTuple):
     """The source framework's logits, float64 [N, K], of images [N, C, H, W] or [N, H, W, C]."""
 
-    path: Path
+    where: str
     images: np.ndarray
     logits: np.ndarray
 
     @classmethod
     def read(cls, path: Path) -> "_ExpectedLogits":
+        where = f"--check {path}"
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                images, logits = arrays["images"], arrays["logits"]
-        except KeyError as error:
-            raise InputError(f"--check {path}: has no array {error}; images and logits are needed") from None
-        except OSError as error:
-            raise InputError(f"--check {path}: cannot be read: {error.strerror or error}") from None
+                images, logits = arrays["images"].astype(np.float32), arrays["logits"].astype(np.float64)
         except Exception as error:  # numpy and zipfile raise errors of many types on damaged files
-            raise InputError(f"--check {path}: is damaged or not an .npz file ({type(error).__name__})") from None
+            reason = first_line(error) or type(error).__name__
+            raise InputError(f"{where}: must be an .npz file with numbers images and logits ({reason})") from None
         if images.ndim != 4 or logits.ndim != 2 or len(images) != len(logits) or not len(images):
             found = f"images {list(images.shape)} and logits {list(logits.shape)}"
-            raise InputError(f"--check {path}: needs images [N, C, H, W] and logits [N, K], not {found}")
-        if images.dtype.kind not in "fiu" or logits.dtype.kind not in "fiu" or not np.isfinite(logits).all():
-            raise InputError(f"--check {path}: images and logits must be finite numbers")
-        return cls(path, images.astype(np.float32), logits.astype(np.float64))
+            raise InputError(f"{where}: needs images [N, C, H, W] and logits [N, K], not {found}")
+        if not np.isfinite(logits).all():
+            raise InputError(f"{where}: the logits must be finite")
+        return cls(where, images, logits)
 
     def shape(self, channels: int | None) -> Shape:
         """Infer the shape of the model; channels are last only if there is no other possibility."""
@@ -190,35 +188,28 @@ class _ExpectedLogits(NamedTuple):
         height, width, count = self.images.shape[1:] if is_last else (*self.images.shape[2:], first)
         return Shape(self.logits.shape[1], collapse_size((height, width)), count)
 
-    def compare(self, model: nn.Module, head_fits: bool) -> tuple[float, float]:
-        """Compute the largest difference of logits, over the largest of them and absolute.
-
-        Raises:
-            InputError: it is larger than TOLERANCE, or there is nothing to compare.
-        """
-        where = f"--check {self.path}"
+    def compare(self, model: nn.Module, channels: int, head_fits: bool) -> tuple[float, float]:
+        """Compute the largest difference of logits, over the largest of them and absolute; refuse a large one."""
         if not head_fits:
-            raise InputError(f"{where}: the file has no head of the model, so it has no logits to compare")
-        channels = next((w.shape[1] for w in model.state_dict().values() if w.ndim == 4), self.images.shape[1])
-        images = self.images
+            raise InputError(f"{self.where}: the file has no head of the model, so it has no logits to compare")
+        images = torch.from_numpy(self.images)
         if images.shape[1] != channels and images.shape[3] == channels:
-            images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+            images = images.permute(0, 3, 1, 2).contiguous()
         try:
             with torch.no_grad():
-                found = [model.eval()(torch.from_numpy(images[i : i + 16])) for i in range(0, len(images), 16)]
-            logits = torch.cat(found).double().numpy()
+                logits = torch.cat([model.eval()(part) for part in images.split(16)]).double().numpy()
         except (RuntimeError, ValueError, AssertionError) as error:
             shape = list(images.shape[1:])
-            raise InputError(f"{where}: the model does not take images {shape}: {first_line(error)}") from None
+            raise InputError(f"{self.where}: the model does not take images {shape}: {first_line(error)}") from None
         if logits.shape != self.logits.shape:
             own, theirs = list(logits.shape), list(self.logits.shape)
-            raise InputError(f"{where}: the logits have the shape {theirs}, those of the model {own}")
+            raise InputError(f"{self.where}: the logits have the shape {theirs}, those of the model {own}")
         absolute = float(np.abs(logits - self.logits).max())
         difference = absolute / max(float(np.abs(self.logits).max()), 1e-30)
         if not difference <= TOLERANCE:
             agree = float((logits.argmax(1) == self.logits.argmax(1)).mean())
             raise InputError(
-                f"{where}: the logits differ by {difference:.1e} of the largest logit (limit "
+                f"{self.where}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
                 "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch "
                 "normalisation be unusual, which only .keras and .h5 files of whole models have"

@@ -13,20 +13,19 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.models.convert.readers import SourceCheckpoint, last_part
 from flatout.models.layers import keep_modes
+from flatout.models.weights import Tensors
 
 Kind = Literal["conv", "linear", "norm", "other"]
 _Value = TypeVar("_Value")
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # The frameworks' names for the tensors of a layer, and torch's. Paddle's static graphs number them: w_0, b_0, w_1.
 _ROLES = {
-    **dict.fromkeys(("weight", "kernel", "_kernel", "depthwise_kernel", "weights", "gamma", "w_0"), "weight"),
-    **dict.fromkeys(("bias", "biases", "beta", "b_0"), "bias"),
+    **dict.fromkeys(("weight", "kernel", "_kernel", "depthwise_kernel", "gamma", "w_0"), "weight"),
+    **dict.fromkeys(("bias", "beta", "b_0"), "bias"),
     **dict.fromkeys(("running_mean", "moving_mean", "_mean", "w_1"), "running_mean"),
-    **dict.fromkeys(("running_var", "moving_variance", "moving_var", "_variance", "w_2"), "running_var"),
+    **dict.fromkeys(("running_var", "moving_variance", "_variance", "w_2"), "running_var"),
 }
-# Epsilon of batch normalisation, if a file lacks it: the defaults of the frameworks, and of Keras's own ResNets, which
-# have special names.
+# Epsilon of batch normalisation, if a file lacks it: the defaults of the frameworks, and of Keras's own ResNets.
 _EPSILON = {"keras": 1e-3, "paddle": 1e-5, "torch": 1e-5}
 _KERAS_RESNET_NORM, _KERAS_RESNET_EPSILON = re.compile(r"conv\d_(block\d+_\d_)?bn$"), 1.001e-5
 
@@ -49,34 +48,36 @@ Pairs = dict[str, Layer]
 
 def layers_of(source: SourceCheckpoint) -> list[Layer]:
     """Group the tensors of a file into layers, in their order."""
-    grouped: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in source.tensors.items():
-        layer, _, role = name.rpartition(".")
-        if role != "num_batches_tracked":
-            grouped.setdefault(layer, {})[_ROLES.get(role, role)] = tensor
     layers = []
-    for name, tensors in grouped.items():
-        weight = tensors.get("weight")
-        if "running_mean" in tensors or (weight is not None and weight.ndim == 1):
-            kind: Kind = "norm"
-        elif weight is None or weight.ndim < 2:
-            kind = "other"
-        else:
-            kind = "linear" if weight.ndim == 2 else "conv"
-        if kind == "linear" and weight is not None and source.framework != "torch":
+    for name, tensors in _grouped(source.tensors).items():
+        kind, weight = _kind_of(tensors), tensors.get("weight")
+        if weight is not None and kind == "linear" and source.framework != "torch":
             tensors["weight"] = weight.t()
-        elif kind == "conv" and weight is not None and source.framework == "keras":
+        elif weight is not None and kind == "conv" and source.framework == "keras":
             # [H, W, in, out] to [out, in, H, W], in any number of dimensions.
             tensors["weight"] = weight.permute(-1, -2, *range(weight.ndim - 2))
-        layers.append(Layer(name, kind, tensors, _epsilon(source, last_part(name))))
+        is_resnet = source.framework == "keras" and _KERAS_RESNET_NORM.match(last_part(name))
+        usual = _KERAS_RESNET_EPSILON if is_resnet else _EPSILON[source.framework]
+        layers.append(Layer(name, kind, tensors, source.epsilons.get(last_part(name), usual)))
     return layers
 
 
-def _epsilon(source: SourceCheckpoint, layer: str) -> float:
-    if layer in source.epsilons:
-        return source.epsilons[layer]
-    is_resnet = source.framework == "keras" and _KERAS_RESNET_NORM.match(layer)
-    return _KERAS_RESNET_EPSILON if is_resnet else _EPSILON[source.framework]
+def _grouped(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, _, role = name.rpartition(".")
+        if role != "num_batches_tracked":
+            grouped.setdefault(layer, {})[_ROLES.get(role, role)] = tensor
+    return grouped
+
+
+def _kind_of(tensors: Tensors) -> Kind:
+    weight = tensors.get("weight")
+    if "running_mean" in tensors or (weight is not None and weight.ndim == 1):
+        return "norm"
+    if weight is None or weight.ndim < 2:
+        return "other"
+    return "linear" if weight.ndim == 2 else "conv"
 
 
 # ---- the layers of a model -------------------------------------------------------------------------------------------
@@ -95,84 +96,60 @@ class Trace(NamedTuple):
     norms: dict[str, str]
 
 
+class _FollowMaps(TorchFunctionMode):
+    """Marks flattened feature maps, and what is computed from them in the same shape, with the shape of the map."""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        given = args[0] if args else None
+        if isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor) and result.ndim == 2:
+            if given.ndim == 4 and given.numel() == result.numel() and len(result) == 1:
+                vars(result)["map_shape"] = tuple(given.shape[1:])
+            elif "map_shape" in vars(given) and given.shape == result.shape:
+                vars(result)["map_shape"] = vars(given)["map_shape"]
+        return result
+
+
 def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
     """Run a model on one black image in evaluation mode, without changing its state.
 
     If the model fails, the order is that of registration.
     """
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in model.state_dict())
-    registered: dict[str, Kind] = {name: _kind_of(model.get_submodule(name)) for name in owners}
-    names = {model.get_submodule(name): name for name in registered}
-    watch = _Watch(names)
+    kinds: dict[str, Kind] = {name: _kind_of(tensors) for name, tensors in _grouped(model.state_dict()).items()}
+    names = {model.get_submodule(name): name for name in kinds}
+    found = Trace({}, {}, {})
+
+    def enter(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        name = names[module]
+        found.layers[name] = kinds[name]
+        marks = vars(arguments[0]) if arguments and isinstance(arguments[0], torch.Tensor) else {}
+        if isinstance(module, nn.Linear) and "map_shape" in marks:
+            found.flattened[name] = marks["map_shape"]
+        if hasattr(module, "running_mean") and "convolution" in marks:
+            found.norms[marks["convolution"]] = name
+
+    def leave(module: nn.Module, arguments: object, output: object) -> None:
+        if kinds[names[module]] == "conv" and isinstance(output, torch.Tensor):
+            vars(output)["convolution"] = names[module]
+
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    handles = [module.register_forward_hook(watch.leave) for module in names]
-    handles += [module.register_forward_pre_hook(watch.enter) for module in names]
+    handles = [module.register_forward_hook(leave) for module in names]
+    handles += [module.register_forward_pre_hook(enter) for module in names]
     try:
-        with keep_modes(model), torch.no_grad(), watch:
+        with keep_modes(model), torch.no_grad(), _FollowMaps():
             model.eval()(torch.zeros(1, channels, height, width, device=device))
     except Exception:  # a user's model may raise anything; its later use reports the error
-        watch = _Watch(names)
+        return Trace(kinds, {}, {})
     finally:
         for handle in handles:
             handle.remove()
-    return Trace({name: registered[name] for name in {**watch.order, **registered}}, watch.flattened, watch.norms)
-
-
-def _kind_of(module: nn.Module) -> Kind:
-    if isinstance(module, _CONVOLUTIONS):
-        return "conv"
-    if isinstance(module, nn.Linear):
-        return "linear"
-    weight = getattr(module, "weight", None)
-    is_norm = hasattr(module, "running_mean") or (isinstance(weight, torch.Tensor) and weight.ndim == 1)
-    return "norm" if is_norm else "other"
-
-
-class _Watch(TorchFunctionMode):
-    """Follows flattened feature maps, and notes the order of layers."""
-
-    def __init__(self, names: dict[nn.Module, str]) -> None:
-        super().__init__()
-        self._names = names
-        self._shapes: dict[int, tuple[int, int, int]] = {}
-        self._convs: dict[int, str] = {}
-        self._kept: list[torch.Tensor] = []  # so that ids stay unique
-        self.order: dict[str, None] = {}
-        self.flattened: dict[str, tuple[int, int, int]] = {}
-        self.norms: dict[str, str] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if isinstance(result, torch.Tensor) and given is not None and result.ndim == 2:
-            if given.ndim == 4 and given.numel() == result.numel() and len(result) == 1:
-                self._shapes[id(result)] = given.shape[1], given.shape[2], given.shape[3]
-                self._kept.append(result)
-            elif id(given) in self._shapes and given.shape == result.shape:
-                self._shapes[id(result)] = self._shapes[id(given)]
-                self._kept.append(result)
-        return result
-
-    def enter(self, module: nn.Module, arguments: Any) -> None:
-        name = self._names[module]
-        self.order[name] = None
-        given = arguments[0] if arguments else None
-        if isinstance(module, nn.Linear) and id(given) in self._shapes:
-            self.flattened[name] = self._shapes[id(given)]
-        if hasattr(module, "running_mean") and id(given) in self._convs:
-            self.norms[self._convs[id(given)]] = name
-
-    def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if isinstance(module, _CONVOLUTIONS) and isinstance(output, torch.Tensor):
-            self._kept.append(output)
-            self._convs[id(output)] = self._names[module]
+    return found._replace(layers={**found.layers, **kinds})
 
 
 # ---- families of networks, whose layers others name in other ways ----------------------------------------------------
 
-# conv2_block1_1_conv, conv2_block1_0_bn
+# conv2_block1_1_conv, conv2_block1_0_bn; res2a_branch2a until Keras 2.2
 _KERAS = re.compile(r"conv(?P<stage>[2-5])_block(?P<block>\d+)_(?P<part>[0-3])_(?P<kind>conv|bn)")
-# Keras until 2.2: res2a_branch2a
 _OLD_KERAS = re.compile(r"(res|bn)[2-5][a-z]_branch(1|2[abc])")
 _STEM = {"conv1_conv": "conv1", "conv1_bn": "bn1", "predictions": "fc"}
 # _blocks.3._bn0: EfficientNet-PyTorch and EfficientNet-Lite, which is made from it. Blocks are counted over all stages.
@@ -195,42 +172,19 @@ _EXPANDING_BLOCK = {
 _PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 
 
-def _is_resnet(model: nn.Module) -> bool:
-    """Whether a model has timm's ResNet layers with a plain stem."""
-    names = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
-    return names <= dict(model.named_children()).keys() and isinstance(model.get_submodule("conv1"), nn.Conv2d)
-
-
-def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
-    """Whether a model has its strides in other layers than Keras's ResNet with these names."""
-    parts = map(last_part, names)
-    if not _is_resnet(model) or not any(_KERAS.fullmatch(part) or _OLD_KERAS.fullmatch(part) for part in parts):
-        return False
-    first = model.get_submodule("layer2.0.conv1")
-    return isinstance(first, nn.Conv2d) and first.stride == (1, 1)
-
-
-def _resnet_name(name: str) -> str | None:
-    """Convert the name of a layer of Keras's ResNet to that of timm's."""
-    match = _KERAS.fullmatch(last_part(name))
-    if match is None:
-        return _STEM.get(last_part(name))
-    block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
-    is_norm = match["kind"] == "bn"
-    return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
-
-
-def _is_efficientnet(model: nn.Module) -> bool:
-    names = {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"}
-    return names <= dict(model.named_children()).keys()
-
-
-def _efficientnet_namer(model: nn.Module) -> Callable[[str], str | None]:
-    """Make a function from the name of a layer of EfficientNet-PyTorch to that of timm's EfficientNet, or None."""
-    stages = model.get_submodule("blocks").named_children()
+def _family(model: nn.Module) -> tuple[str, Callable[[str], str | None]]:
+    """Name the family of a model of timm's; and make a function from others' name of a layer to timm's, or None."""
+    parts = dict(model.named_children())
+    if {"bn1", "layer1", "layer2", "layer3", "layer4", "fc"} <= parts.keys() and isinstance(
+        parts.get("conv1"), nn.Conv2d
+    ):
+        return "ResNet", _resnet_name
+    if not {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"} <= parts.keys():
+        return "", lambda name: None
+    stages = parts["blocks"].named_children()
     blocks = [(f"blocks.{stage}.{name}", block) for stage, inner in stages for name, block in inner.named_children()]
 
-    def name_of(name: str) -> str | None:
+    def efficientnet_name(name: str) -> str | None:
         match = _EFFICIENTNET.fullmatch(name)
         if match is None:
             return _AROUND_BLOCKS.get(name)
@@ -240,16 +194,34 @@ def _efficientnet_namer(model: nn.Module) -> Callable[[str], str | None]:
         part = (_EXPANDING_BLOCK if hasattr(block, "conv_pwl") else _PLAIN_BLOCK).get(match["part"])
         return part and f"{place}.{part}"
 
-    return name_of
+    return "EfficientNet", efficientnet_name
+
+
+def _resnet_name(name: str) -> str | None:
+    match = _KERAS.fullmatch(last_part(name))
+    if match is None:
+        return _STEM.get(last_part(name))
+    block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
+    is_norm = match["kind"] == "bn"
+    return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
+
+
+def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
+    """Whether a model has its strides in other layers than Keras's ResNet with these names."""
+    parts = map(last_part, names)
+    if _family(model)[0] != "ResNet" or not any(_KERAS.fullmatch(part) or _OLD_KERAS.fullmatch(part) for part in parts):
+        return False
+    first = model.get_submodule("layer2.0.conv1")
+    return isinstance(first, nn.Conv2d) and first.stride == (1, 1)
 
 
 def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
     """Rename tensors as in a model of timm's; names of no known family are kept."""
-    namer = _efficientnet_namer(model) if _is_efficientnet(model) else lambda name: None
+    _, name_of = _family(model)
     renamed = {}
     for name, tensor in tensors.items():
         layer, _, role = name.rpartition(".")
-        own = namer(layer)
+        own = name_of(layer)
         renamed[f"{own}.{role}" if own else name] = tensor
     return renamed
 
@@ -272,109 +244,108 @@ class Candidate(NamedTuple):
 def candidates(source: SourceCheckpoint, model: nn.Module, trace: Trace, heads: Collection[str]) -> Iterator[Candidate]:
     """Yield the ways to match the layers of a file with those of a model, the most certain first.
 
-    Args:
-        model: only names, types and shapes of its layers are used.
-        heads: the layers that may be missing in the file, or have another number of outputs.
+    `heads` are the layers that may be missing in the file, or have another number of outputs.
     """
+
+    def candidate(how: str, pairs: Pairs) -> Candidate:
+        paired = {layer.name for layer in pairs.values()}
+        rest = [layer for layer in layers if layer.name not in paired]
+        tensors = _adapted(source, model, trace, pairs) | _unpaired(rest, trace)
+        return Candidate(how, tensors, {own: layer.name for own, layer in pairs.items()})
+
     layers = layers_of(source)
-    adapter = _Adapter(source, model, trace)
-    if _is_resnet(model):
-        named = {own: layer for layer in layers if (own := _resnet_name(layer.name))}
-        if len(named) > 2 and len(named) == len(layers):
-            # A deeper network has layers that this one lacks.
-            known = {own: layer for own, layer in named.items() if own in trace.layers}
-            rest = [layer for own, layer in named.items() if own not in known]
-            yield adapter.candidate("by the names of ResNet's layers", known, rest)
-            return
-    if _is_efficientnet(model):
-        namer = _efficientnet_namer(model)
-        named = {own: layer for layer in layers if (own := namer(layer.name)) in trace.layers}
-        if len(named) == len(layers):
-            yield adapter.candidate("by the names of EfficientNet's layers", named, [])
+    family, name_of = _family(model)
+    named = {own: layer for layer in layers if (own := name_of(layer.name))}
+    if len(named) == len(layers) > 2:
+        # A deeper network has layers that this one lacks.
+        known = {own: layer for own, layer in named.items() if own in trace.layers}
+        yield candidate(f"by the names of {family}'s layers", known)
+        return
     # Without scopes, whose number differs: `model.net.conv1`.
     by_name = {own: layer for layer in layers if (own := _own_name(layer.name, trace))}
     if by_name:
-        rest = [layer for layer in layers if layer.name not in {paired.name for paired in by_name.values()}]
-        linear = [layer for layer in rest if layer.kind == "linear"]
+        paired = {layer.name for layer in by_name.values()}
+        linear = [layer for layer in layers if layer.kind == "linear" and layer.name not in paired]
         if source.framework != "torch" and len(linear) == len(heads) == 1 and not {*heads} & {*by_name}:
             # The only linear layer that remains is the head.
             by_name |= dict(zip(heads, linear, strict=True))
-            rest = [layer for layer in rest if layer is not linear[0]]
-        yield adapter.candidate("by name", by_name, rest)
+        yield candidate("by name", by_name)
     if not by_name or 2 * len(by_name) < len(layers):
         # Where most names are the model's, the order of the others has no meaning.
-        yield adapter.candidate("by order and shape", *_in_order(layers, trace, heads))
+        yield candidate("by order and shape", _in_order(layers, trace, heads))
 
 
 def _own_name(name: str, trace: Trace) -> str | None:
-    while name:
-        if name in trace.layers:
-            return name
+    while name and name not in trace.layers:
         name = name.partition(".")[2]
-    return None
+    return name or None
 
 
-def _in_order(layers: list[Layer], trace: Trace, heads: Collection[str]) -> tuple[Pairs, list[Layer]]:
-    """Pair the layers of each kind in order; also return the file's remaining layers."""
+def _in_order(layers: list[Layer], trace: Trace, heads: Collection[str]) -> Pairs:
+    """Pair the layers of each kind in order."""
     pairs: Pairs = {}
-    rest: list[Layer] = []
     for kind in ("conv", "norm", "linear", "other"):
         theirs = [layer for layer in layers if layer.kind == kind]
         own = [name for name, own_kind in trace.layers.items() if own_kind == kind]
         body = [name for name in own if name not in heads]
-        if len(theirs) != len(own) and len(body) < len(own):
-            # The file has no head, or one of several layers.
-            own = body
-        pairs |= dict(zip(own, theirs, strict=False))
-        rest += theirs[len(own) :]
-    return pairs, rest
+        # If the numbers differ, the file has no head, or one of several layers.
+        pairs |= dict(zip(own if len(theirs) == len(own) else body, theirs, strict=False))
+    return pairs
 
 
-class _Adapter:
-    """Converts tensors to a model's layout."""
+def _unpaired(layers: list[Layer], trace: Trace) -> dict[str, torch.Tensor]:
+    """Name the tensors of other layers: linear ones under the last linear layer, as parts of another head."""
+    head = "".join([f"{own}." for own, kind in trace.layers.items() if kind == "linear"][-1:])
+    return {
+        f"{head if layer.kind == 'linear' else ''}{layer.name}.{role}".removeprefix("."): tensor
+        for layer in layers
+        for role, tensor in layer.tensors.items()
+    }
 
-    def __init__(self, source: SourceCheckpoint, model: nn.Module, trace: Trace) -> None:
-        self._source, self._model, self._trace = source, model, trace
 
-    def candidate(self, how: str, pairs: Pairs, rest: list[Layer]) -> Candidate:
-        """Convert the tensors of pairs of layers; the rest keep their own names."""
-        tensors: dict[str, torch.Tensor] = {}
-        for own, layer in pairs.items():
-            found = self._tensors(own, layer)
-            tensors |= {f"{own}.{role}" if own else role: tensor for role, tensor in found.items()}
-        for own, layer in pairs.items():
-            self._fold_bias(own, layer, tensors)
-        # Under the head's name, layers of another head do not count as the body's.
-        heads = [own for own, kind in self._trace.layers.items() if kind == "linear"][-1:]
-        for layer in rest:
-            prefix = f"{heads[0]}.{layer.name}" if heads and layer.kind == "linear" else layer.name
-            tensors |= {f"{prefix}.{role}".removeprefix("."): tensor for role, tensor in layer.tensors.items()}
-        return Candidate(how, tensors, {own: layer.name for own, layer in pairs.items()})
+# ---- layouts ---------------------------------------------------------------------------------------------------------
 
-    def _tensors(self, own: str, layer: Layer) -> dict[str, torch.Tensor]:
-        module = self._model.get_submodule(own)
-        tensors = dict(layer.tensors)
-        shape = self._trace.flattened.get(own)
-        weight = tensors.get("weight")
-        if weight is not None and weight.ndim == 2 and shape and self._source.is_channels_last:
-            channels, height, width = shape
-            if weight.shape[1] == channels * height * width:
-                maps = weight.reshape(len(weight), height, width, channels)
-                tensors["weight"] = maps.permute(0, 3, 1, 2).reshape(weight.shape)
-        if weight is not None and weight.ndim == 4 and isinstance(module, nn.Conv2d):
-            outputs, inputs = module.weight.shape[:2]
-            if inputs == 1 and weight.shape[:2] == (outputs // module.groups, module.groups):
-                # A depthwise kernel of Keras's.
-                tensors["weight"] = weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
-        lacks_bias = "bias" not in tensors and getattr(module, "bias", None) is not None
-        if self._source.framework != "torch" and layer.kind == "norm":
-            self._complete_norm(module, layer, tensors)
-        elif self._source.framework != "torch" and layer.kind in ("conv", "linear") and lacks_bias:
-            tensors["bias"] = torch.zeros(len(tensors["weight"]) if "weight" in tensors else 0)
-        return {role: tensor.contiguous() for role, tensor in tensors.items()}
 
-    def _complete_norm(self, module: nn.Module, layer: Layer, tensors: dict[str, torch.Tensor]) -> None:
-        """Convert to the epsilon of the model's normalisation, and add the scale and shift that Keras may leave out."""
+def _adapted(source: SourceCheckpoint, model: nn.Module, trace: Trace, pairs: Pairs) -> dict[str, torch.Tensor]:
+    """Convert the tensors of pairs of layers to the model's layout."""
+    tensors: dict[str, torch.Tensor] = {}
+    for own, layer in pairs.items():
+        module = model.get_submodule(own)
+        found = _in_layout(layer.tensors, module, trace.flattened.get(own), source.is_channels_last)
+        if source.framework != "torch":
+            _complete(found, module, layer)
+        tensors |= {f"{own}.{role}" if own else role: tensor.contiguous() for role, tensor in found.items()}
+    for own, layer in pairs.items():
+        # A bias before a norm becomes part of its mean if the model's convolution has none.
+        bias, mean = f"{own}.bias", f"{trace.norms.get(own)}.running_mean"
+        has_none = layer.kind == "conv" and getattr(model.get_submodule(own), "bias", None) is None
+        if has_none and bias in tensors and mean in tensors and tensors[mean].shape == tensors[bias].shape:
+            tensors[mean] = tensors[mean] - tensors.pop(bias)
+    return tensors
+
+
+def _in_layout(
+    tensors: dict[str, torch.Tensor], module: nn.Module, flattened: tuple[int, int, int] | None, is_channels_last: bool
+) -> dict[str, torch.Tensor]:
+    weight = tensors.get("weight")
+    if weight is None:
+        return dict(tensors)
+    if weight.ndim == 2 and flattened and is_channels_last:
+        channels, height, width = flattened
+        if weight.shape[1] == channels * height * width:
+            maps = weight.reshape(len(weight), height, width, channels)
+            weight = maps.permute(0, 3, 1, 2).reshape(weight.shape)
+    if weight.ndim == 4 and isinstance(module, nn.Conv2d):
+        outputs, inputs = module.weight.shape[:2]
+        if inputs == 1 and weight.shape[:2] == (outputs // module.groups, module.groups):
+            # A depthwise kernel of Keras's.
+            weight = weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
+    return {**tensors, "weight": weight}
+
+
+def _complete(tensors: dict[str, torch.Tensor], module: nn.Module, layer: Layer) -> None:
+    """Add what other frameworks may leave out, and convert to the epsilon of the model's normalisation."""
+    if layer.kind == "norm":
         like = next(iter(tensors.values()))
         for role, value in (("weight", 1.0), ("bias", 0.0)):
             if isinstance(getattr(module, role, None), torch.Tensor):
@@ -383,12 +354,5 @@ class _Adapter:
         if "running_var" in tensors and shift:
             # Only the sum of variance and epsilon matters.
             tensors["running_var"] = (tensors["running_var"].double() + shift).float()
-
-    def _fold_bias(self, own: str, layer: Layer, tensors: dict[str, torch.Tensor]) -> None:
-        """Subtract a convolution's bias from the mean of the following norm if the model's convolution has no bias."""
-        bias, mean = f"{own}.bias", f"{self._trace.norms.get(own)}.running_mean"
-        has_none = getattr(self._model.get_submodule(own), "bias", None) is None
-        if layer.kind != "conv" or not has_none or bias not in tensors or mean not in tensors:
-            return
-        if tensors[mean].shape == tensors[bias].shape:
-            tensors[mean] = tensors[mean] - tensors.pop(bias)
+    elif layer.kind != "other" and getattr(module, "bias", None) is not None:
+        tensors.setdefault("bias", torch.zeros(len(tensors["weight"])))

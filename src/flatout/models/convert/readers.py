@@ -4,6 +4,7 @@ Nothing read here can execute code: torch files are read with `weights_only=True
 NumPy's constructors, and Keras layers are never built from their description, so Lambda layers are never run.
 """
 
+import argparse
 import io
 import json
 import pickle
@@ -13,14 +14,14 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Literal, TypeGuard
+from pathlib import Path, PurePath
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
 
 from flatout.models.convert import tensorflow
-from flatout.models.weights import damaged, natural, read_weights
+from flatout.models.weights import Tensors, damaged, natural, read_weights
 from flatout.utils.errors import InputError, one_line
 
 _IN_A_FOLDER = (
@@ -63,14 +64,10 @@ class SourceCheckpoint:
 
 
 def find_file(path: Path) -> Path:
-    """Find a file of weights: the path itself, a file in a folder, or the `.index` of a checkpoint's prefix.
-
-    Raises:
-        InputError: there is none; the message contains the path as the value of --weights.
-    """
+    """Find a file of weights: the path itself, a file in a folder, or the `.index` of a checkpoint's prefix."""
     if path.is_file():
-        data = path.name.partition(".data-")
-        return path.with_name(f"{data[0]}.index") if data[1] and data[2] else path
+        prefix, is_data, _ = path.name.partition(".data-")
+        return path.with_name(f"{prefix}.index") if is_data else path
     index = path.with_name(f"{path.name}.index")
     if index.is_file():
         return index
@@ -79,12 +76,9 @@ def find_file(path: Path) -> Path:
     if found := next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None):
         return found
     checkpoints = sorted(path.glob("*.index"))
-    if not checkpoints:
-        names = ", ".join(_IN_A_FOLDER)
-        raise InputError(f"{path}: the folder holds none of {names}, and no checkpoint; name the file")
-    if len(checkpoints) > 1:
-        example = one_line(checkpoints[-1])
-        raise InputError(f"{path}: holds {len(checkpoints)} checkpoints; name one of them, such as {example}")
+    if len(checkpoints) != 1:
+        what = f"holds none of {', '.join(_IN_A_FOLDER)}, and {len(checkpoints)} checkpoints (*.index)"
+        raise InputError(f"{path}: the folder {what}; name the file")
     return checkpoints[0]
 
 
@@ -111,7 +105,7 @@ def read_file(path: Path) -> SourceCheckpoint:
         return SourceCheckpoint("keras", tensorflow.read_variables(path))
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
         return _read_hdf5(path, path, None)
-    if path.suffix == ".keras" or (start.startswith(b"PK") and _KERAS_WEIGHTS in _zip_sizes(path)):
+    if path.suffix == ".keras" or _KERAS_WEIGHTS in _zip_sizes(path):
         return _read_keras(path)
     is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
     is_paddle = path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES)
@@ -127,13 +121,18 @@ def _zip_sizes(path: Path) -> dict[str, int]:
         return {}
 
 
-def _unnested(content: Any) -> Any:
+def _unnested(content: object) -> object:
     if not isinstance(content, dict):
         return content
     return next((content[key] for key in _NESTED_KEYS if isinstance(content.get(key), dict)), content)
 
 
-def _check_bytes(path: Path, tensors: Mapping[str, torch.Tensor], size: int) -> None:
+def _shown(content: object) -> str:
+    """Describe what a file holds in place of weights."""
+    return one_line(f"the keys {list(content)[:6]}" if isinstance(content, dict) else f"a {type(content).__name__}")
+
+
+def _check_bytes(path: Path, tensors: Tensors, size: int) -> None:
     """Refuse tensors with more numbers than the file has, as possible with strides of 0."""
     if sum(t.numel() * t.element_size() for t in tensors.values()) > 2 * size + 1024:
         raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")
@@ -149,24 +148,22 @@ def _to_tensor(array: np.ndarray) -> torch.Tensor:
 
 # ---- torch and Lightning ---------------------------------------------------------------------------------------------
 
-# Frequent in the settings that Lightning saves with the weights: they are not needed, and nothing is built.
-_IGNORED = (
-    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
-    "argparse.Namespace",
-)
-
-
-class _Ignored:
-    def __new__(cls, *_: object) -> "_Ignored":
-        return super().__new__(cls)
+# Frequent in the settings that Lightning saves with the weights. Creating them does nothing.
+_HARMLESS = [
+    (argparse.Namespace, "argparse.Namespace"),
+    *(
+        (PurePath, f"{pathlib}.{kind}Path")
+        for pathlib in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows")
+    ),
+]
 
 
 def _read_torch(path: Path) -> SourceCheckpoint:
     if sum(_zip_sizes(path).values()) > path.stat().st_size:
         raise InputError(f"{path}: its members are compressed or overlap, which torch never writes; it is not read")
     try:
-        ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _IGNORED])
-        with warnings.catch_warnings(), ignored:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
             warnings.simplefilter("ignore")  # content that torch cannot read ends in an error
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything on damaged files
@@ -183,8 +180,7 @@ def _read_torch(path: Path) -> SourceCheckpoint:
         raise InputError(f"{path}: {reason}") from None
     state = _unnested(content)
     if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
-        found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise InputError(f"{path}: holds no state dict (names with tensors), but {one_line(found)}")
+        raise InputError(f"{path}: holds no state dict (names with tensors), but {_shown(state)}")
     _check_bytes(path, state, path.stat().st_size)
     return SourceCheckpoint("torch", {str(name): tensor for name, tensor in state.items()})
 
@@ -205,9 +201,7 @@ _CONSTRUCTORS = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles arrays, text and numbers in dicts, lists and tuples."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         """Look up an allowed constructor; refuse everything else."""
         if (module_name, global_name) not in _CONSTRUCTORS:
             raise pickle.UnpicklingError(f"it holds code ({module_name}.{global_name}), which is not run")
@@ -224,16 +218,16 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old names of NumPy's modules
             loaded = _unnested(_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load())
-        # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
-        pairs = loaded.items() if isinstance(loaded, dict) else ()
-        values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in pairs}
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        tensors = {name.replace("/", "."): _paddle_tensor(array) for name, array in arrays.items()}
+        tensors = {}
+        for name, value in loaded.items() if isinstance(loaded, dict) else ():
+            # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
+            array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+            if isinstance(array, np.ndarray):
+                tensors[str(name).replace("/", ".")] = _paddle_tensor(array)
     except Exception as error:  # a pickle can make the constructors raise anything
         raise damaged(path, "Paddle parameters", error if str(error) else type(error).__name__) from None
     if not tensors:
-        found = f"the keys {list(loaded)[:6]!r:.200}" if isinstance(loaded, dict) else f"a {type(loaded).__name__}"
-        raise InputError(f"{path}: holds no parameters (names with arrays), but {found}")
+        raise InputError(f"{path}: holds no parameters (names with arrays), but {_shown(loaded)}")
     _check_bytes(path, tensors, len(content))
     return SourceCheckpoint("paddle", tensors)
 
@@ -253,20 +247,18 @@ _KERAS_WEIGHTS, _KERAS_CONFIG = "model.weights.h5", "config.json"
 # Members of a zip file may be compressed, but weights hardly compress.
 _MAX_RATIO = 20
 # In `.weights.h5`, a layer's variables are numbered in the order of creation.
-_NORM = {4: ("gamma", "beta", "moving_mean", "moving_variance"), 2: ("moving_mean", "moving_variance")}
-_NORM_OF_THREE = {True: ("gamma", "moving_mean", "moving_variance"), False: ("beta", "moving_mean", "moving_variance")}
+_NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 _SKIPPED = {"optimizer", "optimizer_weights", "seed_generator", "metrics", "top_level_model_weights"}
 
 
 def _read_keras(path: Path) -> SourceCheckpoint:
+    sizes = _zip_sizes(path)
+    for name in (_KERAS_CONFIG, _KERAS_WEIGHTS):
+        if sizes.get(name, 0) > _MAX_RATIO * path.stat().st_size:
+            raise InputError(f"{path}: {name} unpacks to {sizes[name]:,} bytes, too many for this file")
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in (_KERAS_CONFIG, _KERAS_WEIGHTS):
-                if (size := archive.getinfo(name).file_size) > _MAX_RATIO * path.stat().st_size:
-                    raise InputError(f"{path}: {name} unpacks to {size:,} bytes, too many for this file")
             config, weights = archive.read(_KERAS_CONFIG), io.BytesIO(archive.read(_KERAS_WEIGHTS))
-    except InputError:
-        raise
     except Exception as error:  # zipfile and its decompressors raise errors of many types
         raise damaged(path, "a Keras model", type(error).__name__) from None
     return _read_hdf5(path, weights, config)
@@ -283,14 +275,13 @@ def _read_hdf5(path: Path, file: Path | IO[bytes], config: bytes | None) -> Sour
             # Soft and external links are not followed, so all objects are in this file.
             objects: dict[str, Any] = {}
             content.visititems(objects.__setitem__)
-            text = config or content.attrs.get("model_config") or "{}"
-            description = _Description(json.loads(text))
+            description = _Description(json.loads(config or content.attrs.get("model_config") or "{}"))
             root = "model_weights/" if "model_weights" in objects else ""
             names = _texts(objects.get("model_weights", content).attrs, "layer_names")
             found = _listed(objects, root, names) if names else _numbered(objects, description)
             tensors = {name: _dataset_tensor(dataset) for name, dataset in found}
             if not tensors:
-                raise InputError(f"{path}: holds no weights of layers")
+                raise _Refused("it holds no weights of layers")
             _check_bytes(path, tensors, content.id.get_filesize())
     except InputError:
         raise
@@ -324,12 +315,11 @@ def _texts(attributes: Mapping[str, Any], name: str) -> list[str]:
 def _listed(objects: dict[str, Any], root: str, layers: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the weights that the attributes `layer_names` and `weight_names` list, in that order."""
     for layer in layers:
-        if f"{root}{layer}" not in objects:
-            raise _Refused(f"the layer {layer!r:.80} is missing")
-        for weight in _texts(objects[f"{root}{layer}"].attrs, "weight_names"):
+        group = objects.get(f"{root}{layer}")
+        for weight in _texts(group.attrs, "weight_names") if group is not None else [""]:
             dataset = objects.get(f"{root}{layer}/{weight}")
             if dataset is None:
-                raise _Refused(f"the weight {weight!r:.80} is missing")
+                raise _Refused(f"the weight {f'{layer}/{weight}'!r:.80} is missing")
             if "seed_generator" not in weight:
                 yield weight.partition(":")[0].strip("/").replace("/", "."), dataset
 
@@ -340,17 +330,15 @@ def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[
     for name in sorted(objects, key=lambda name: [natural(part) for part in name.split("/")]):
         *path, variables, _ = f"//{name}".split("/")
         if variables == "vars" and hasattr(objects[name], "is_virtual") and not _SKIPPED & {*path}:
-            layers.setdefault("/".join(path).strip("/"), []).append(objects[name])
-    named = {_layer_name(path, objects): datasets for path, datasets in layers.items()}
-    for name in sorted(named, key=lambda name: description.order.get(last_part(name), len(description.order))):
-        datasets, config = named[name], description.configs.get(last_part(name), {})
-        dims = [len(dataset.shape) for dataset in datasets]
-        if len(datasets) in (2, 3, 4) and set(dims) == {1}:
-            roles = _NORM_OF_THREE[bool(config.get("scale"))] if len(datasets) == 3 else _NORM[len(datasets)]
-        elif len(datasets) <= 2 and dims[0] >= 2:
-            roles = ("kernel", "bias")
+            layers.setdefault(_layer_name("/".join(path).strip("/"), objects), []).append(objects[name])
+    for name in sorted(layers, key=lambda name: description.order.get(last_part(name), len(description.order))):
+        datasets, config = layers[name], description.configs.get(last_part(name), {})
+        if 1 < len(datasets) < 5 and all(len(dataset.shape) == 1 for dataset in datasets):
+            roles = list(_NORM)[2 if len(datasets) == 2 else 0 :]
+            if len(datasets) == 3:
+                roles.remove("beta" if config.get("scale") else "gamma")
         else:
-            roles = tuple(f"variable_{i}" for i in range(len(datasets)))
+            roles = ["kernel", "bias", *(f"variable_{i}" for i in range(2, len(datasets)))]
         yield from ((f"{name}.{role}", dataset) for role, dataset in zip(roles, datasets, strict=False))
 
 
@@ -368,24 +356,21 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _is_shape(shape: Any) -> TypeGuard[list[int]]:
-    is_list = isinstance(shape, list) and len(shape) == 4
-    return is_list and all(type(size) is int and 0 < size < 100_000 for size in shape[1:])
-
-
 class _Description:
     """The parts of a model's description needed for weights: order of layers, epsilons, channel order."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         self.order: dict[str, int] = {}
         self.configs: dict[str, dict[str, Any]] = {}
-        self.channels_first = False
         self.image: tuple[int, int, int] | None = None
         self._collect(config)
+        self.channels_first = any(c.get("data_format") == "channels_first" for c in self.configs.values())
         if self.image and self.channels_first:
             self.image = self.image[1], self.image[2], self.image[0]
+        found = {name: config.get("epsilon") for name, config in self.configs.items()}
+        self.epsilons = {name: float(e) for name, e in found.items() if isinstance(e, int | float) and 0 <= e < 1}
 
-    def _collect(self, value: Any) -> None:
+    def _collect(self, value: object) -> None:
         if isinstance(value, list):
             for item in value:
                 self._collect(item)
@@ -394,14 +379,8 @@ class _Description:
             if isinstance(config, dict) and isinstance(config.get("name"), str):
                 self.order.setdefault(config["name"], len(self.order))
                 self.configs[config["name"]] = config
-                self.channels_first |= config.get("data_format") == "channels_first"
-                shape = config.get("batch_shape", config.get("batch_input_shape"))
-                if self.image is None and _is_shape(shape):
-                    self.image = shape[1], shape[2], shape[3]
+                _, *sides = config.get("batch_shape", config.get("batch_input_shape")) or [0]
+                if self.image is None and len(sides) == 3 and all(type(s) is int and 0 < s < 100_000 for s in sides):
+                    self.image = sides[0], sides[1], sides[2]
             for item in value.values():
                 self._collect(item)
-
-    @property
-    def epsilons(self) -> dict[str, float]:
-        found = {name: config.get("epsilon") for name, config in self.configs.items()}
-        return {name: float(e) for name, e in found.items() if isinstance(e, int | float) and 0 <= e < 1}

@@ -31,8 +31,6 @@ _OPTIMIZERS = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The position of a tensor."""
-
     dtype: int
     shape: tuple[int, ...]
     shard: int
@@ -42,18 +40,14 @@ class _Entry(NamedTuple):
 
 
 def read_variables(path: Path) -> dict[str, torch.Tensor]:
-    """Read the variables of a checkpoint, `path` being its `.index`; those of optimizers are left out.
-
-    Raises:
-        InputError: a file is missing or damaged, or a variable is partitioned.
-    """
+    """Read the variables of a checkpoint, `path` being its `.index`; those of optimizers are left out."""
     try:
         table = dict(_table(path.read_bytes()))
         header = table.pop(b"", b"")
         settings = {1: 1, 2: 0, **dict(fields(header, slice(0, len(header))))}
-        shards, is_big_endian = settings[1], bool(settings[2])
-        if is_big_endian or not 0 < shards < 100_000:
-            raise ValueError("it has numbers of another byte order" if is_big_endian else "it has no shards")
+        shards = settings[1]
+        if settings[2] or not 0 < shards < 100_000:
+            raise ValueError(f"it has {shards} parts, or big-endian numbers")
         entries = {key.decode(): _entry(value) for key, value in table.items()}
         names = _names(_full_names(path, shards, entries), entries)
     except InputError:
