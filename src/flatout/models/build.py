@@ -20,6 +20,7 @@ from flatout.tasks import task_of
 from flatout.utils.errors import InputError, first_line
 
 if TYPE_CHECKING:
+    from timm.models import PretrainedCfg
     from torch import nn
 
     from flatout.models.weights import Tensors
@@ -60,25 +61,22 @@ def default_shape(name: str) -> tuple[int, Size, int]:
         parameters = inspect.signature(net).parameters
         classes, size, channels = (parameters[key].default for key in ("num_outputs", "image_size", "channels"))
         return classes, size, channels
-    config = _published_config(name) if name.startswith("timm:") else None
+    config = published_config(name)
     if config is None:
         return 1000, 224, 3
     channels, height, width = config.input_size
     return config.num_classes, collapse_size((height, width)), channels
 
 
-def _published_config(name: str) -> Any:
+def published_config(name: str) -> "PretrainedCfg | None":
+    """Return what timm knows about the published weights of a model, `timm:NAME` or `timm:NAME.TAG`."""
     import timm
 
-    return timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    return timm.get_pretrained_cfg(name.removeprefix("timm:")) if name.startswith("timm:") else None
 
 
 def check_name(name: str) -> None:
-    """Check the name of a model: one of `list_names()`, one of timm's, or a factory.
-
-    Raises:
-        InputError: there is no such model; the message suggests the nearest one.
-    """
+    """Check the name of a model: one of `list_names()`, one of timm's, or a factory."""
     if name in _NETS or (":" in name and not name.startswith("timm:")):
         return
     import timm
@@ -120,9 +118,6 @@ def build_model(
         module: the model, if given in Python; a copy is returned.
         allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
         report: receives a message about outputs that are not logits.
-
-    Raises:
-        InputError: there is no such model, it may not be called, or it does not fit the data or the recipe.
     """
     from flatout.models.heads import check_size, ensure_logits
     from flatout.models.layers import freeze, set_dropout
@@ -210,10 +205,9 @@ def quiet(library: str = "timm") -> Iterator[None]:
 
 
 def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
-    """Call timm.create_model, with the image size if the model takes one, without translating errors.
+    """Call timm.create_model, with the image size if the model takes one.
 
-    `weights` are those of the published network, or of another with as many outputs as `num_outputs`. timm adapts them
-    to image size and channels, and downloads nothing.
+    timm adapts `weights`, of the published network or of one with `num_outputs`, to image size and channels.
     """
     import timm
 
@@ -221,7 +215,7 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
     if weights is not None:
         # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
         source: dict[str, Any] = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
-        published = _published_config(recipe.model)
+        published = published_config(recipe.model)
         if published is not None and published.num_classes != num_outputs:
             source |= {"num_classes": num_outputs, "label_offset": 0}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
@@ -235,9 +229,9 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
 
 
 def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
-    """Return `wanted` if a timm network takes images of this size with its published weights, else the published size.
+    """Return `wanted` if a timm network takes it with its published weights, as timm adapts them, else their size.
 
-    Other networks are assumed to fit. Weights of another size fit if timm can resize them, such as position embeddings.
+    Other networks are assumed to fit.
     """
     published = default_shape(model_name)[1]
     if not model_name.startswith("timm:") or sides(wanted) == sides(published):
@@ -250,7 +244,7 @@ def _takes(model_name: str, size: Size, channels: int) -> bool:
     import torch
     from torch import nn
 
-    least = getattr(_published_config(model_name), "min_input_size", None) or (3, 1, 1)
+    least = getattr(published_config(model_name), "min_input_size", None) or (3, 1, 1)
     if any(side < smallest for side, smallest in zip(sides(size), least[1:], strict=True)):
         return False
     wanted = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
@@ -269,7 +263,7 @@ def _takes(model_name: str, size: Size, channels: int) -> bool:
 
 @functools.cache
 def _published_shapes(model_name: str) -> "Tensors":
-    """Return tensors without values, shaped like the published weights of a timm network; on the meta device."""
+    """Return tensors like the published weights of a timm network; on the meta device, without values."""
     classes, size, channels = default_shape(model_name)
     published = Recipe(model=model_name, image_size=size, channels=channels, epochs=1, batch_size=1)
     return create_timm(published, classes).state_dict()

@@ -43,7 +43,7 @@ MAX_KEPT = 3
 
 
 class Features:
-    """Captures the input of the head, averaged over several calls of the network."""
+    """The input of the head, averaged over several calls of the network."""
 
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
@@ -74,10 +74,7 @@ def compact(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
-    """Capture the features while `network`, the model or its last part, computes inside the block.
-
-    Nothing is captured if the model has several heads, or a head that `network` does not contain.
-    """
+    """Capture the features inside the block, unless the model has several heads, or `network`, a part of it, none."""
     features = Features()
     try:
         (name,) = head_modules(model)
@@ -99,12 +96,8 @@ def frozen_network(
 ) -> Function:
     """Compile a network in evaluation mode, [B, C, H, W] to [B, ...], for the CPU.
 
-    If ONNX Runtime does not support the network, or its first results differ from torch's, the network itself is
-    returned.
-
-    Args:
-        example: images, [B, C, H, W] with B at least 2. The results of the first are compared with torch's.
-        report: called with a sentence if ONNX Runtime is not used.
+    If ONNX Runtime does not support it, or results for `example`, at least two images, differ from torch's, the reason
+    is reported, and the network itself is returned.
     """
     network.eval()
     key = _key(network, example, threads)
@@ -129,13 +122,7 @@ def frozen_network(
 
 
 class FrozenClassifier(Features):
-    """A frozen classifier, or its last part, in ONNX Runtime, which is prepared on the first call.
-
-    Args:
-        model: the classifier.
-        network: the part of it that is called.
-        threads, report: see `frozen_network`.
-    """
+    """A frozen classifier, or `network`, its last part, in ONNX Runtime, which is prepared on the first call."""
 
     def __init__(
         self, model: nn.Module, network: nn.Module, threads: int, report: Callable[[str], None] = lambda sentence: None
@@ -156,11 +143,7 @@ class FrozenClassifier(Features):
 
 
 class _LogitsAndFeatures(nn.Module):
-    """Logits and features of images side by side, [B, K + F], as one output of an ONNX model.
-
-    Attributes:
-        outputs: K, known after the first call.
-    """
+    """Logits and features side by side, [B, K + F]; `outputs` is K, known after the first call."""
 
     def __init__(self, model: nn.Module, network: nn.Module) -> None:
         super().__init__()
@@ -216,8 +199,8 @@ def _no_output() -> Iterator[None]:
 def _session(model: bytes, threads: int) -> Function:
     """Prepare an ONNX model to run; each thread computes images of its own.
 
-    Threads that share the operations of one batch would synchronise after each, which is slow if another process uses
-    one of the cores. This way, results are also bitwise independent of the number of threads.
+    Threads that share a batch synchronise after each operation, which is slow if another process uses a core. Results
+    are bitwise independent of the number of threads, too.
     """
     import onnxruntime
 

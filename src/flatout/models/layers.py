@@ -25,13 +25,10 @@ _RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multino
 
 
 def head_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the head of a classifier by module name: one, or several if the model has several heads.
+    """Find the head of a classifier, or several heads, by module name.
 
     It is what the model's `get_classifier()` returns, and the classifiers in its `pretrained_cfg` (timm's conventions);
     else the linear layer registered last; else the last module that directly has parameters.
-
-    Raises:
-        InputError: the model has no parameters.
     """
     modules = dict(model.named_modules())
     if callable(get_classifier := getattr(model, "get_classifier", None)):
@@ -53,7 +50,7 @@ def _other_classifiers(model: nn.Module, heads: dict[str, nn.Module]) -> dict[st
     names = config.get("classifier") if isinstance(config, dict) else None
     others = {}
     for name in (names,) if isinstance(names, str) else names or ():
-        is_part = any(name == head or name.startswith(f"{head}.") or head.startswith(f"{name}.") for head in heads)
+        is_part = any(f"{name}.".startswith(f"{head}.") or f"{head}.".startswith(f"{name}.") for head in heads)
         module = dict(model.named_modules()).get(name)
         if module is not None and not is_part and _has_parameters(module):
             others[name] = module
@@ -67,16 +64,10 @@ def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
 def freeze(model: nn.Module, spec: str) -> list[str]:
     """Stop the parameters that `spec` names from training, and return their names.
 
-    `spec` is one of:
-    - `""`: none;
-    - `all-but-last-N`: all parameters but those of the head and of the last N layers before it. Layers are counted as
-      Keras lists them for VGG16: convolutions, norms, poolings and linear layers count; activations, dropout, identity
-      and flatten do not. So VGG16 with `all-but-last-4` trains block 5 (three convolutions and its pool) and the head;
-    - comma-separated patterns of parameter names, such as `features.0.*,features.2.*`, with `*`, `?` and `[...]` as in
-      a shell.
-
-    Raises:
-        InputError: `spec` freezes nothing, one of its patterns matches no parameter, or nothing is left to train.
+    `spec` is `""`; or comma-separated patterns of names, such as `features.0.*,features.2.*`; or `all-but-last-N`: all
+    parameters but those of the head and of the last N layers before it. Layers are counted as Keras lists them:
+    convolutions, norms, poolings and linear layers count; activations, dropout, identity and flatten do not. So VGG16
+    with `all-but-last-4` trains block 5 (three convolutions and its pool) and the head.
     """
     spec = spec.strip()
     parameters = dict(model.named_parameters())
@@ -97,7 +88,7 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
     if not count:
         raise InputError(f"freeze = {spec!r}: must be all-but-last-N with a whole number N, such as all-but-last-4")
     layers = layers_before_head(model)
-    training = _modules_of_heads(model).union(layers[max(0, len(layers) - int(count[1])) :])
+    training = {*_modules_of_heads(model), *layers[max(0, len(layers) - int(count[1])) :]}
     kept = {id(parameter) for module in training for parameter in module.parameters(recurse=False)}
     frozen = {name for name, parameter in model.named_parameters() if id(parameter) not in kept}
     if not frozen:
@@ -140,8 +131,7 @@ def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Compute the factor on the learning rate of each parameter, by name: `decay` for each group after its own.
 
     The groups are those of `timm.optim.param_groups_layer_decay` where the model has timm's `group_matcher`. Otherwise,
-    each module that directly has parameters begins a group, unless they are all vectors, as in a norm, which belongs to
-    the previous layer. The head is the last group.
+    each module with a matrix begins a group, which the norm after it belongs to. The head is the last group.
     """
     if callable(group_matcher := getattr(model, "group_matcher", None)):
         from timm.models import group_parameters
@@ -165,7 +155,7 @@ def _layer_groups(model: nn.Module) -> dict[str, int]:
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """List the modules that have parameters, all of them frozen, containers as well as their content."""
+    """List the modules, containers included, that have parameters, all of them frozen."""
     trains = {module: [p.requires_grad for p in module.parameters()] for module in model.modules()}
     return [module for module, flags in trains.items() if flags and not any(flags)]
 
@@ -173,7 +163,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 def set_train_mode(model: nn.Module, norm: str = "global") -> None:
     """Put a model in training mode, but its frozen modules in evaluation mode; also all batch norms if norm = "frozen".
 
-    A frozen batch norm must not move its statistics, and the output of a frozen block must not vary with dropout.
+    A frozen batch norm must not move its statistics, nor dropout vary the output of a frozen block.
     """
     model.train()
     for module in frozen_modules(model):
@@ -205,11 +195,7 @@ def keep_modes(model: nn.Module) -> Iterator[None]:
 
 
 def set_dropout(model: nn.Module, share: float) -> None:
-    """Set the rate, 0 to 1, of every dropout layer; -1 leaves the model unchanged.
-
-    Only torch's dropout modules and those derived from them are found. Calls of `nn.functional.dropout` and stochastic
-    depth keep their own shares.
-    """
+    """Set the rate, 0 to 1, of torch's dropout modules, not of functional calls; -1 leaves the model unchanged."""
     if share == -1:
         return
     layers = [module for module in model.modules() if isinstance(module, _DROPOUTS)]
@@ -226,11 +212,7 @@ def set_dropout(model: nn.Module, share: float) -> None:
 class Cut:
     """A model in two parts that share its parameters: `model(x) == suffix(prefix(x))`.
 
-    Attributes:
-        prefix: frozen and deterministic, in evaluation mode.
-        train_suffix: the rest, as it computes in training.
-        eval_suffix: the rest, as it computes in evaluation.
-        at: the name of the last operation before the cut.
+    The prefix is frozen, deterministic and in evaluation mode; `at` is the name of its last operation.
     """
 
     prefix: nn.Module
@@ -250,12 +232,10 @@ class Cut:
 
 
 def cut_frozen_prefix(model: nn.Module) -> Cut | None:
-    """Cut off the longest frozen and deterministic prefix, whose output can be cached.
+    """Cut off the longest frozen and deterministic prefix, whose output can be cached; None if there is none.
 
     In torch.fx's graph, the cut is the last value that depends on nothing trained or random, and through which alone
-    all later values depend on the input (a dominator). None if there is none or the model cannot be traced.
-
-    The model must be in training mode, with its frozen modules in evaluation mode.
+    all later values depend on the input (a dominator). The model must be in training mode, as by `set_train_mode`.
     """
     # fx traces `forward`, so hooks of the model itself would be lost.
     if all(p.requires_grad for p in model.parameters()) or model._forward_hooks or model._forward_pre_hooks:

@@ -82,10 +82,7 @@ def _he_uniform(layer: nn.Conv2d | nn.Linear) -> None:
 
 
 class FashionCNN(Net):
-    """Two 5x5 convolutions, each pooled, rectified and normalised, and two linear layers; 22 thousand parameters.
-
-    Initialised as PyTorch does by default, biases included.
-    """
+    """Two 5x5 convolutions, each pooled, rectified and normalised, and two linear layers; PyTorch's initialisation."""
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         first = (nn.Conv2d(channels, 10, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(10))
@@ -94,10 +91,7 @@ class FashionCNN(Net):
 
 
 class CatsDogsCNN(Net):
-    """Three blocks of a 3x3 convolution, ReLU and pooling, and three linear layers with dropout between them.
-
-    Convolutions start He-uniform, linear layers Glorot-uniform (the default of Keras).
-    """
+    """Three blocks of a 3x3 convolution, ReLU and pooling, and three linear layers with dropout between them."""
 
     def __init__(self, num_outputs: int = 1, image_size: Size = 128, channels: int = 3) -> None:
         blocks = _blocks(channels, 32, 64, 128, kernel=3, padding=1)
@@ -106,10 +100,7 @@ class CatsDogsCNN(Net):
 
 
 class ParallelCNN(Net):
-    """Two padded 5x5 convolutions with ReLU and pooling, and one linear layer.
-
-    Initialised as PaddlePaddle does by default: a convolution's weights normal with mean 0 and standard deviation
-    sqrt(2 / (kernel height * kernel width * input channels)), a linear layer's Xavier-uniform.
+    """Two padded 5x5 convolutions with ReLU and pooling, and one linear layer; PaddlePaddle's initialisation.
 
     Sources: `_get_default_param_initializer` in PaddlePaddle's `python/paddle/nn/layer/conv.py`;
     https://www.paddlepaddle.org.cn/documentation/docs/zh/3.3/api/paddle/nn/Linear_cn.html (Xavier, bias 0);
@@ -127,10 +118,10 @@ class ParallelCNN(Net):
 
 
 class KerasCNN(Net):
-    """Three 3x3 convolutions with ReLU, the first two pooled, and two linear layers; He-uniform throughout.
+    """Three 3x3 convolutions with ReLU, the first two pooled, and two linear layers.
 
-    After five epochs at batch 512 on Fashion-MNIST, He-uniform weights reach 0.88 and Glorot-uniform ones, the default
-    of Keras, 0.87.
+    After five epochs at batch 512 on Fashion-MNIST, He-uniform weights reach 0.88, Glorot-uniform ones, as Keras has
+    them by default, 0.87.
     """
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
@@ -140,10 +131,7 @@ class KerasCNN(Net):
 
 
 class CaltechCNN(Net):
-    """Two 3x3 convolutions with ReLU and pooling, and three linear layers.
-
-    Convolutions start Xavier-normal; weights of linear layers are normal with mean 0 and standard deviation 0.01.
-    """
+    """Two 3x3 convolutions with ReLU and pooling, and three linear layers."""
 
     def __init__(self, num_outputs: int = 101, image_size: Size = 32, channels: int = 3) -> None:
         blocks = _blocks(channels, 32, 64, kernel=3)
@@ -157,10 +145,8 @@ class CaltechCNN(Net):
 class VGG16(Net):
     """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer instead of three.
 
-    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). Convolutions have torchvision's names,
-    so that published weights load; those expect RGB images with ImageNet's normalisation. Otherwise convolutions start
-    He-normal (fan-out), since so deep a net rarely trains from a Glorot start without batch normalisation; the linear
-    layer starts Glorot-uniform.
+    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556), with torchvision's names. Convolutions
+    start He-normal, since so deep a net rarely trains from a Glorot start without batch normalisation.
     """
 
     def __init__(self, num_outputs: int = 4, image_size: Size = 224, channels: int = 3) -> None:

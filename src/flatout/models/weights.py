@@ -23,10 +23,7 @@ _MAX_LISTED = 4
 
 
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write tensors as safetensors, with a digest that `read_weights` checks.
-
-    Tensors are written contiguous; one shared under two names is written twice. For exceptions see `write_atomically`.
-    """
+    """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save
@@ -59,11 +56,7 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
-    """Read the tensors, on the CPU, and the metadata of a safetensors file.
-
-    Raises:
-        InputError: the file cannot be read, or has a digest of `save_tensors` that does not match.
-    """
+    """Read the tensors, on the CPU, and the metadata of a safetensors file; damage is refused."""
     from safetensors import SafetensorError, safe_open
 
     try:
