@@ -148,6 +148,9 @@ def test_torch_files_with_code(tmp_path: Path):
     with pytest.raises(InputError, match=r"b\.pt: cannot be read as a torch checkpoint \(UnpicklingError\)"):
         read_file(tmp_path / "b.pt")
     assert not marker.exists()
+    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "c.pt")
+    with pytest.raises(InputError, match=r"c\.pt: holds no state dict.*\['epoch', 'loss'\]"):
+        read_file(tmp_path / "c.pt")
 
 
 # --- HDF5 and zip files ---

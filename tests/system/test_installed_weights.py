@@ -161,7 +161,7 @@ def saved(tensors: object, folder: Path) -> bytes:
     [
         ("truncated", True, "is damaged (SHA-256)"),
         ("truncated", False, "cannot be read as a torch checkpoint"),
-        ("another network", False, "do not fit timm:tf_efficientnet_lite0"),
+        ("another network", False, "do not fit the model"),
         ("code", False, "holds code"),
     ],
 )

@@ -69,9 +69,6 @@ def ending(*last: Any) -> Any:
     return beginning(layers.Flatten(), *last)
 
 
-NETS = {"sigmoid": (pets_net, 2), "softmax": (normed_net, 5)}
-
-
 def recipe_for(**changes: Any) -> flatout.Recipe:
     sgd = {f"optimizer.{key}": value for key, value in SGD.items()}
     return make_recipe(**{"epochs": 1, "optimizer.name": "momentum", **sgd, **changes})
@@ -134,11 +131,10 @@ def plain_loop(model: Any, images: np.ndarray, labels: np.ndarray, seed: int) ->
 
 
 def test_an_epoch_equals_a_plain_loops(tmp_path: Path) -> None:
-    build, classes = NETS["softmax"]
-    model, data = build(), splits(classes)
+    model, data = normed_net(), splits(5)
     before = weights_of(model)
     run = fitted(model, data, tmp_path / "run")
-    oracle = build()
+    oracle = normed_net()
     expected = plain_loop(oracle, *data["train"], seed=run.recipe.seed)
     trained = run.model.to_keras()  # pyright: ignore[reportCallIssue]
     assert all(map(np.array_equal, weights_of(model), weights_of(trained))), "the user's model is the trained one"
@@ -150,7 +146,7 @@ def test_an_epoch_equals_a_plain_loops(tmp_path: Path) -> None:
     # What Keras says of new images is what the run says, loaded anew too, into a model of the same build.
     images, labels = data["valid"]
     scores = oracle.predict(normalised(images), verbose=0)
-    loaded = flatout.load(tmp_path / "run", model=build())
+    loaded = flatout.load(tmp_path / "run", model=normed_net())
     np.testing.assert_allclose(loaded.probabilities(images), calibrated(loaded, scores), atol=1e-4)
     np.testing.assert_array_equal([int(p.classes[0]) for p in run.predict(images, top=1)], scores.argmax(1))
     assert run.summary["valid_correct"] == (scores.argmax(1) == labels).sum()
@@ -206,15 +202,14 @@ class Own(keras.Model):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Own, "must be a Sequential or functional keras.Model, not Own"),
-        (lambda: keras.Sequential([layers.Flatten(), layers.Dense(5)]), "begin it with keras.Input"),
+        (Own, "must be a Sequential or functional keras.Model .*, not Own"),
+        (lambda: keras.Sequential([layers.Flatten(), layers.Dense(5)]), "begins with keras.Input"),
         (lambda: ending(layers.Dense(5, kernel_regularizer="l2")), "optimizer.weight_decay"),
         (lambda: ending(layers.Dense(5, activity_regularizer="l2")), "adds terms to the loss"),
-        (lambda: ending(layers.Dense(5, kernel_constraint="non_neg")), "regularizers or constraints"),
         (lambda: ending(layers.Dense(5, activation="sigmoid")), "sigmoid over 5 outputs"),
         (ending_in_an_operation, "keras.ops.softmax: end it in a layer"),
         (lambda: ending(layers.Dense(7)), r"must return logits \[N, 5\]"),
-        (lambda: ending(layers.Reshape((144, 1))), "must have one output"),
+        (lambda: ending(layers.Reshape((144, 1))), "has one output"),
     ],
 )
 def test_models_that_cannot_be_trained(build: Any, message: str, tmp_path: Path) -> None:
@@ -222,12 +217,9 @@ def test_models_that_cannot_be_trained(build: Any, message: str, tmp_path: Path)
         fitted(build(), splits(5), tmp_path / "run")
 
 
-def test_torch_does_not_train_them(tmp_path: Path) -> None:
+def test_settings_that_do_not_suit_them(tmp_path: Path) -> None:
     with pytest.raises(flatout.InputError, match="--engine xla"):
         fitted(pets_net(), splits(2), tmp_path / "run", engine="torch", devices="cpu")
-
-
-def test_statistics_of_each_device_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(flatout.InputError, match="norm = 'global'"):
         fitted(normed_net(), splits(5), tmp_path / "run", norm="per-device")
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -121,16 +121,12 @@ def test_weights_are_downloaded_once_and_then_found_offline(
     assert hub.requests == []
 
 
-def test_a_torch_checkpoint_is_downloaded_where_there_are_no_safetensors(
-    hub: Hub, caches: Path, published: nn.Module, tmp_path: Path
-):
-    torch.save(published.state_dict(), tmp_path / "file")
-    hub.content = hub.sent = (tmp_path / "file").read_bytes()
+def test_a_torch_checkpoint_is_downloaded_where_there_are_no_safetensors(hub: Hub, caches: Path, published: nn.Module):
+    hub.content = hub.sent = put(published.state_dict(), caches, "file.pt").read_bytes()
     hub.digest, hub.name = hashlib.sha256(hub.content).hexdigest(), "pytorch_model.bin"
-    assert_published(load()[0], published)
-    hub.requests.clear()
-    assert_published(load()[0], published)
-    assert hub.requests == []
+    for _ in range(2):
+        assert_published(load()[0], published)
+    assert len([method for method, *_ in hub.requests if method == "GET"]) == 2, "the file and what redirects to it"
 
 
 def test_grey_images_another_head_and_another_size(hub: Hub, caches: Path, published: nn.Module):
@@ -191,17 +187,13 @@ def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, m
 # --- failures: one message, and nothing left ---
 
 
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_refusal_is_reported_with_its_status(hub: Hub, caches: Path, status: int):
-    hub.trouble = str(status)
-    message = rf"{REPOSITORY} for {NAME} from http://127.* \(HTTP {status}\); give --weights FILE, or --no-pretrained"
+def test_a_refusal_and_no_network_are_reported(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
+    hub.trouble = "401"
+    message = rf"{REPOSITORY} for {NAME} from http://127.* \(HTTP 401\); give --weights FILE, or --no-pretrained"
     with pytest.raises(WeightsUnavailable, match=message):
         load()
     assert len(hub.requests) == 1
-    assert files(caches) == []
-
-
-def test_no_network_is_reported(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
+    hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(WeightsUnavailable, match=r"offline mode.*HF_HUB_OFFLINE.*give --weights FILE"):
         load()
@@ -256,30 +248,14 @@ def test_a_damaged_file_in_a_cache_is_named(hub: Hub, caches: Path, published: n
     assert not isinstance(raised.value, WeightsUnavailable)
 
 
-@pytest.mark.parametrize(
-    ("other", "options", "problem"),
-    [
-        ("test_vit.r160_in1k", {}, r"\d+ missing \(.*weight \[.*\]"),
-        (
-            "test_resnet.r160_in1k",
-            {"channels": (48, 48, 48, 96)},
-            r"layer1\.0\.bn1\.weight is \[48\] in the file but \[32\] in",
-        ),
-    ],
-)
-def test_another_networks_file_is_refused(hub: Hub, caches: Path, other: str, options: Any, problem: str):
-    theirs = timm.create_model(other, **options)
+def test_another_networks_file_is_refused(hub: Hub, caches: Path):
+    theirs = timm.create_model("test_resnet.r160_in1k", channels=(48, 48, 48, 96))
     link = cached(caches, theirs.state_dict())
-    model = build(NAME, num_classes=4, image_size=32, channels=3, seed=1)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    recipe = Recipe(model=NAME, image_size=32, epochs=1, batch_size=1, pretrained=True)
-    message = (
-        rf"{link} do not fit {NAME} with image_size = 32 \(published: 160\): .*{problem}.*remove {link.resolve()} to"
-    )
+    problem = r"layer1\.0\.bn1\.weight is \[48\] in the file but \[32\] in"
+    message = rf"{link} do not fit .*{problem}.* \(image_size = 32, published: 160\); .*remove {link.resolve()}"
     with pytest.raises(InputError, match=message) as raised:
-        load_pretrained(model, recipe, pytest.fail)
+        load()
     assert not isinstance(raised.value, WeightsUnavailable)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["caltech-cnn", "mine:net", "timm:test_vit4"])
@@ -308,9 +284,7 @@ def test_a_url_is_downloaded_into_torch_hubs_cache(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("trouble", "reason"), [("hang", "timed out"), ("truncated", "invalid hash"), ("403", "HTTP Error 403")]
-)
+@pytest.mark.parametrize(("trouble", "reason"), [("hang", "timed out"), ("truncated", "invalid hash")])
 def test_a_failed_download_from_a_url_is_reported(
     hub: Hub, caches: Path, trouble: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -327,9 +301,8 @@ def test_a_failed_download_from_a_url_is_reported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_offline", [False, True])
-def test_ranks_train_from_one_download(hub: Hub, tmp_path: Path, is_offline: bool):
-    """Offline, one message is all that remains."""
+def test_ranks_train_from_one_download(hub: Hub, tmp_path: Path):
+    """Without the network, one message is all that remains."""
     generator = np.random.default_rng(0)
     for index in range(24):
         path = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
@@ -337,20 +310,11 @@ def test_ranks_train_from_one_download(hub: Hub, tmp_path: Path, is_offline: boo
         Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     command = f"train photos --model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32"
     folders = {name: str(tmp_path / name) for name in ("HF_HOME", "TORCH_HOME", "FLATOUT_CACHE")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "flatout", *command.split(), "--out", "run", "--devices", "2xcpu"],
-        env={**os.environ, **folders, "HF_HUB_OFFLINE": str(int(is_offline)), "HF_ENDPOINT": hub.url},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    if is_offline:
-        assert ended.returncode == 2
-        assert "Traceback" not in ended.stderr
-        assert ended.stderr.count(f"could not download {REPOSITORY}") == 1
-        assert not (tmp_path / "run").exists()
-    else:
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.count(f"downloading {REPOSITORY}") == 1
-        assert ended.stdout.count("Weights from") == 1
+    words = [sys.executable, "-m", "flatout", *command.split(), "--out", "run", "--devices", "2xcpu"]
+    for is_offline in (True, False):
+        environment = {**os.environ, **folders, "HF_HUB_OFFLINE": str(int(is_offline)), "HF_ENDPOINT": hub.url}
+        ended = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert ended.returncode == (2 if is_offline else 0), ended.stderr
+        assert ended.stderr.count(f"could not download {REPOSITORY}") == is_offline
+        assert ended.stdout.count(f"downloading {REPOSITORY}") == (not is_offline)
+        assert (tmp_path / "run").exists() == (not is_offline)

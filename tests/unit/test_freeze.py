@@ -52,11 +52,9 @@ def test_what_is_not_frozen_trains(name: str, spec: str, trained: list[str]):
     ("spec", "message"),
     [
         ("all-but-last-x", "must be all-but-last-N"),
-        ("all-but-last--1", "must be all-but-last-N"),
         ("all-but-last-99", "freezes nothing; the model has 6 layers before its head"),
         ("features.*,encoder.*", "the pattern 'encoder.*' matches no parameter; names look like 'features.0.weight'"),
         ("features", r"the pattern 'features' matches no parameter; did you mean 'features\.\*'"),
-        ("features.*,", "the pattern '' matches no parameter"),
         ("*", "leaves no parameter to train"),
     ],
 )
@@ -80,16 +78,6 @@ def test_frozen_batch_norm_keeps_its_statistics_and_the_others_move():
     assert model.training
     set_train_mode(model, "frozen")
     assert not model.get_submodule("features.7").training
-
-
-def test_a_frozen_block_computes_the_same_every_time_in_training():
-    block = nn.Sequential(nn.Linear(50, 50), nn.Dropout(0.5))
-    model = nn.Sequential(block, nn.Linear(50, 2))
-    freeze(model, "0.*")
-    set_train_mode(model)
-    x = torch.rand(3, 50)
-    assert torch.equal(block(x), block(x))
-    assert model[1].training
 
 
 # --- learning rates ---
@@ -129,12 +117,7 @@ def test_layers_drop_the_given_share(name: str, size: int) -> None:
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.5}
 
 
-def test_layers_of_all_kinds_are_found_and_no_others() -> None:
-    kinds = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    others = (nn.RReLU(), nn.PairwiseDistance(p=2.0))
-    model = nn.Sequential(*(kind(0.1) for kind in kinds), *others)
-    set_dropout(model, 0.4)
-    assert [getattr(module, "p", None) for module in model] == [0.4] * len(kinds) + [None, None]
+def test_a_model_without_dropout_is_refused() -> None:
     with pytest.raises(InputError, match=r"dropout = 0\.5: CaltechCNN has no dropout layer"):
         set_dropout(make("caltech-cnn"), 0.5)
     set_dropout(make("caltech-cnn"), 0.0)

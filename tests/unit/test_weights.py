@@ -1,7 +1,5 @@
 """Weights in and out of models and files: what loads, what is reported, what is refused, and that damage is noticed."""
 
-import os
-import pickle
 import resource
 from pathlib import Path
 
@@ -116,34 +114,19 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp
 # --- into models ---
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["run folder", "safetensors", "checkpoint", "state_dict", "model", "bin folder", "Lightning", "before 0.4.1"],
-)
+@pytest.mark.parametrize("layout", ["run folder", "folder of a checkpoint", "before 0.4.1"])
 def test_local_weights_load_whole(tmp_path: Path, layout: str):
-    trained, model = make(seed=8), make(seed=9)
+    trained, model, path = make(seed=8), make(seed=9), tmp_path
     state = trained.state_dict()
-    path = tmp_path / "w.pt"
     if layout == "run folder":
         save_tensors(tmp_path / "weights.safetensors", state, METADATA)
-        path = tmp_path
-    elif layout == "safetensors":
-        path = tmp_path / "w.safetensors"
-        save_file(state, path)
-    elif layout == "bin folder":
+    elif layout == "folder of a checkpoint":
         torch.save(state, tmp_path / "pytorch_model.bin")
-        path = tmp_path
-    elif layout == "Lightning":
-        inner = {"loss.weight": torch.ones(10), **{f"model.{name}": tensor for name, tensor in state.items()}}
-        torch.save({"epoch": 3, "pytorch-lightning_version": "2.6.0", "state_dict": inner}, path)
-    elif layout == "before 0.4.1":
-        torch.save({name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}, path)
     else:
-        torch.save(state if layout == "checkpoint" else {"epoch": 3, layout: state}, path)
-    sentence = load(model, path)
+        path = tmp_path / "w.pt"
+        torch.save({name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}, path)
+    assert "the head included" in load(model, path)
     assert_equal_state(model, trained)
-    assert layout == "before 0.4.1" or "18 tensors" in sentence
-    assert "the head included" in sentence
 
 
 PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net.", "model._orig_mod."]
@@ -247,11 +230,6 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path: Path)
     assert "classifier.0.weight is [50, 500] in the file but [50, 320] in the model" in str(raised.value)
     assert "features.0.weight is [10, 3, 5, 5] in the file but [10, 1, 5, 5] in the model" in str(raised.value)
     assert_equal_state(model, before)
-    state = make().state_dict()
-    state["extra.weight"] = state.pop("features.4.weight")
-    torch.save(state, tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"1 missing \(features\.4\.weight \[20, 10, 5, 5\]\); 1 unexpected \(extra"):
-        load(make(), tmp_path / "w.pt")
     # Of another network, in few words.
     with pytest.raises(InputError, match=r"and \d+ more") as raised:
         load(make("vgg16", size=32), tmp_path / "w.safetensors", name="vgg16")
@@ -259,50 +237,3 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path: Path)
     save_tensors(tmp_path / "w.safetensors", make("timm:test_vit2", size=160, channels=3).state_dict(), {})
     with pytest.raises(InputError, match=r"do not fit the model: .* missing"):
         load(make("timm:test_vit", size=64, channels=3), tmp_path / "w.safetensors", name="timm:test_vit", size=64)
-
-
-class Executes:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.marker),)
-
-
-def test_pickle_that_executes_code_is_refused_and_not_executed(tmp_path: Path):
-    marker = tmp_path / "executed"
-    torch.save({**make().state_dict(), "boom": Executes(marker)}, tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"w\.pt: holds code \(\w+\.mkdir\) besides tensors.*refused"):
-        load(make(), tmp_path / "w.pt")
-    assert not marker.exists()
-    torch.load(tmp_path / "w.pt", weights_only=False)  # the file does execute code where it is let
-    assert marker.exists()
-    torch.save(make(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"holds code \(flatout\.models\.nets\.FashionCNN\)"):
-        load(make(), tmp_path / "w.pt")
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "cannot be read as a torch checkpoint"),
-        (b"not a checkpoint at all", "cannot be read as a torch checkpoint"),
-        (pickle.dumps({"a": 1}, protocol=2), "cannot be read as a torch checkpoint"),
-        (None, r"holds no state dict.*\['epoch', 'loss'\]"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, content: bytes | None, reason: str):
-    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "w.pt")
-    if content is not None:
-        (tmp_path / "w.pt").write_bytes(content)
-    with pytest.raises(InputError, match=rf"w\.pt: {reason}") as raised:
-        load(make(), tmp_path / "w.pt")
-    assert "weights_only" not in str(raised.value)
-    (tmp_path / "w.safetensors").write_bytes(content or b"\xff" * 64)
-    with pytest.raises(InputError, match=r"w\.safetensors: cannot be read as safetensors"):
-        load(make(), tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"no such file or folder"):
-        load(make(), tmp_path / "none")
-    with pytest.raises(InputError, match=r"holds none of weights\.safetensors, model\.safetensors"):
-        (tmp_path / "empty").mkdir()
-        load(make(), tmp_path / "empty")

@@ -94,13 +94,6 @@ class KerasModule(nn.Module):
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return self._architecture.network(frozen, precision)
 
-    def logits_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Undo the last activation of the original model: scores [B, K] to logits."""
-        left_out = self._architecture.left_out
-        if not left_out:
-            return outputs
-        return outputs.clamp_min(torch.finfo(torch.float32).tiny).log() if left_out == "softmax" else outputs.logit()
-
     def to_keras(self) -> Any:
         """Make a `keras.Model` like the original, including its last activation, with this module's weights."""
         model = _copied(self._architecture.original)
@@ -128,18 +121,15 @@ class _Architecture:
     """A Keras model without its weights; immutable, so copies of a module share it."""
 
     def __init__(self, model: Any) -> None:
-        keras = _keras()
-        if not isinstance(model, keras.Sequential) and not hasattr(model, "output_shape"):
-            raise InputError(f"model: must be a Sequential or functional keras.Model, not {type(model).__name__}")
-        if not model.built:
-            raise InputError("model: is not built, so it has no weights; begin it with keras.Input((height, width, C))")
-        shape = model.output_shape
+        _keras()  # checks its backend
+        shape = getattr(model, "output_shape", None) if model.built else None
         if not (isinstance(shape, tuple) and len(shape) == 2):
-            raise InputError(f"model: must have one output [None, K], the K scores of an image; it has {shape}")
+            need = "a Sequential or functional keras.Model that begins with keras.Input and has one output [None, K]"
+            raise InputError(f"model: must be {need}, not {type(model).__name__} with the output {shape}")
         if any(variable.constraint is not None for variable in model.weights) or model.losses:
             raise InputError("model: has regularizers or constraints; leave them out and set optimizer.weight_decay")
         self.left_out = _activation(model)
-        if (self.left_out == "softmax" and shape[-1] == 1) or (self.left_out == "sigmoid" and shape[-1] > 1):
+        if self.left_out and (self.left_out == "softmax") != (shape[-1] > 1):
             need = "softmax is for several, sigmoid is for one"
             raise InputError(f"model: ends in {self.left_out} over {shape[-1]} outputs; {need}")
         try:

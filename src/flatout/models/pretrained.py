@@ -1,6 +1,6 @@
 """Load published or given weights into a model: from the hub, an installed package, a file or a folder."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.config.settings import shown
-from flatout.models.build import create_timm, quiet, seeded
+from flatout.models.build import create_timm, default_shape, quiet, seeded
 from flatout.models.convert.match import Candidate, candidates, has_other_strides, layers_of, to_timm_names, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.hub import FIX, find_installed, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.weights import Differences, Tensors, described, differences
-from flatout.utils.errors import InputError, first_line
+from flatout.utils.errors import InputError
 
 # The deviation of the weights of a fresh last layer on loaded ones.
 _FRESH_DEVIATION = 0.01
@@ -34,33 +34,46 @@ def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], No
         WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
         InputError: they cannot be read, would execute code, are damaged, or do not fit. The model is not changed then.
     """
-    if recipe.weights:
-        path = find_file(Path(recipe.weights))
-        source = _resized(model, recipe, read_file(path), path)
+    path = find_file(Path(recipe.weights)) if recipe.weights else find_weights(recipe.model, report=report)
+    try:
+        source = _adapted(model, recipe, read_file(path))
         fitted = fit(model, source, path, recipe.image_sides, report)
-    else:
-        fitted = _load_published(model, recipe, report)
+    except InputError as error:
+        if recipe.weights:
+            raise
+        size = f"image_size = {shown(recipe.image_size)}, published: {shown(default_shape(recipe.model)[1])}"
+        # The Hugging Face cache has a link there; removing only the link would keep the damaged file.
+        fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
+        installed = find_installed(recipe.model)
+        if installed and installed.path == path:
+            fix = f"the file is of {installed.origin}: {installed.fix}"
+        raise InputError(f"{error} ({size}); {fix}; or {FIX}") from error
     if not fitted.head_fits:
         _start_small(model, fitted, recipe.seed)
 
 
-def _load_published(model: nn.Module, recipe: Recipe, report: Callable[[str], None]) -> "Fitted":
-    path = find_weights(recipe.model, report=report)
-    installed = find_installed(recipe.model)
-    if installed and installed.path != path:
-        installed = None
+def _adapted(model: nn.Module, recipe: Recipe, source: SourceCheckpoint) -> SourceCheckpoint:
+    """Adapt the weights of a timm network to the image size and channels of a model.
+
+    A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
+    others, timm would accept the weights of any network.
+    """
+    if not recipe.model.startswith("timm:") or source.framework != "torch":
+        return source
+    tensors = to_timm_names(model, _without_prefix(source.tensors, model))
+    if recipe.weights and not _misfits(model, tensors):
+        return source
+    names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
+    last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
+    config: Any = model.pretrained_cfg
+    outputs = len(tensors[last[-1]]) if recipe.weights and last else config["num_classes"]
+    if outputs == config["num_classes"] + 1:
+        outputs -= config.get("label_offset") or 0
     try:
-        source = read_file(path)
-        if recipe.model.startswith("timm:"):
-            tensors = to_timm_names(model, source.tensors) if installed else source.tensors
-            source = _adapted(model, recipe, tensors, _timm_config(model)["num_classes"], path)
-        return fit(model, source, path, recipe.image_sides, report)
-    except InputError as error:
-        # The Hugging Face cache has a link there; removing only the link would keep the damaged file.
-        fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
-        if installed:
-            fix = f"the file is of {installed.origin}: {installed.fix}"
-        raise InputError(f"{error}; {fix}; or {FIX}") from error
+        with seeded(0), quiet():
+            return SourceCheckpoint("torch", create_timm(recipe, outputs, tensors).state_dict())
+    except Exception:  # timm's functions for one network may raise anything on the tensors of another
+        return source  # the tensors that do not fit are named later
 
 
 def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
@@ -78,47 +91,6 @@ def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
                 layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * _FRESH_DEVIATION)
                 if layer.bias is not None:
                     layer.bias.zero_()
-
-
-# ---- timm's networks of other sizes ----------------------------------------------------------------------------------
-
-
-def _timm_config(model: nn.Module) -> Mapping[str, Any]:
-    return model.pretrained_cfg  # type: ignore[return-value]
-
-
-def _resized(model: nn.Module, recipe: Recipe, source: SourceCheckpoint, path: Path) -> SourceCheckpoint:
-    """Adapt the user's weights of a timm network to the image size, if they do not fit."""
-    if not recipe.model.startswith("timm:") or source.framework != "torch":
-        return source
-    tensors = _without_prefix(source.tensors, model)
-    if not _misfits(model, tensors):
-        return source
-    names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
-    last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
-    config = _timm_config(model)
-    outputs = len(tensors[last[-1]]) if last else config["num_classes"]
-    if outputs == config["num_classes"] + 1:
-        outputs -= config.get("label_offset") or 0
-    try:
-        return _adapted(model, recipe, tensors, outputs, path)
-    except InputError:
-        return source  # the tensors that do not fit are named later
-
-
-def _adapted(model: nn.Module, recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> SourceCheckpoint:
-    """Adapt the weights of a timm network to the image size and channels of a model.
-
-    A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
-    others, timm would accept the weights of any network.
-    """
-    try:
-        with seeded(0), quiet():
-            return SourceCheckpoint("torch", create_timm(recipe, outputs, tensors).state_dict())
-    except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
-        problems = described(_misfits(model, tensors)) or first_line(error)
-        size = f"image_size = {shown(recipe.image_size)} (published: {_timm_config(model)['input_size'][-1]})"
-        raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
 
 
 # ---- fitting a file to a model ---------------------------------------------------------------------------------------
