@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -46,6 +45,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return command
 
 
+def write_net(layers: str) -> None:
+    """Write a user's own network, `net.py:net`."""
+    Path("net.py").write_text(f"from torch import nn\ndef net(**_):\n    return nn.Sequential({layers})\n")
+
+
 # --- formats ---
 
 
@@ -62,22 +66,19 @@ def test_every_format_has_fixtures():
 @pytest.mark.parametrize("name", FILES)
 def test_a_converted_file_gives_the_frameworks_logits(name: str, tmp_path: Path):
     match, out = matched(name), tmp_path / "weights.safetensors"
-    expected = np.load(FIXTURES / f"{match['net']}.npz")
-    options: dict[str, Any] = {"report": lambda sentence: None}
     check = FIXTURES / f"{match['net']}.npz"
-    result = convert(FIXTURES / name, MODELS[match["model"]], out, shape=Shape(), check=check, **options)
-    shape = {"image_size": result["image_size"], "channels": result["channels"]}
-    recipe = Recipe(model=MODELS[match["model"]], epochs=1, batch_size=1, **shape)
-    model = build_model(recipe, expected["logits"].shape[1], allow_code=True)
+    expected = np.load(check)
+    _, channels, size, _ = expected["images"].shape
+    result = convert(
+        FIXTURES / name, MODELS[match["model"]], out, shape=Shape(size=size), check=check, report=lambda sentence: None
+    )
+    assert (result["image_size"], result["channels"], result["classes"]) == (size, channels, 3)
+    recipe = Recipe(model=MODELS[match["model"]], epochs=1, batch_size=1, image_size=size, channels=channels)
+    model = build_model(recipe, 3, allow_code=True)
     model.load_state_dict(read_weights(out)[0])
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(expected["images"])).numpy()
     assert np.abs(logits - expected["logits"]).max() < 1e-5 * np.abs(expected["logits"]).max()
-    if "fashion" in name:
-        # Without arrays to check, channels and outputs are those of the file.
-        out.unlink()
-        result = convert(FIXTURES / name, FASHION, out, shape=Shape(size=20), check=None, **options)
-        assert (result["image_size"], result["channels"], result["classes"]) == (20, 1, 3)
 
 
 @pytest.mark.parametrize("name", ["keras2-fashion-cnn.h5", "paddle-fashion-cnn.pdparams", "tf-fashion-cnn-saved"])
@@ -99,11 +100,8 @@ def test_training_starts_from_such_files(name: str):
     ("given", "found"),
     [
         ("tf-small-estimator", "tf-small-estimator/model.ckpt-100.index"),
-        ("tf-small-estimator/model.ckpt-100", "tf-small-estimator/model.ckpt-100.index"),
         ("tf-small-estimator/model.ckpt-100.data-00000-of-00001", "tf-small-estimator/model.ckpt-100.index"),
         ("tf-small-saved", "tf-small-saved/variables/variables.index"),
-        ("tf-small-saved/variables", "tf-small-saved/variables/variables.index"),
-        ("keras-small.h5", "keras-small.h5"),
     ],
 )
 def test_a_checkpoint_is_named_by_its_folder_its_prefix_or_a_file(given: str, found: str):
@@ -124,11 +122,11 @@ def test_the_scale_or_the_shift_of_a_norm_may_be_left_out(run, left_out: str):
             file[f"layers/norm/vars/{number}"] = value.detach().numpy()
     with h5py.File("f.weights.h5", "a") as file:
         file.attrs["model_config"] = json.dumps({"layers": [{"config": {"name": "conv"}}, {"config": layer}]})
-    Path("net.py").write_text(
-        "from torch import nn\ndef net(num_classes, **_):\n    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), "
-        "nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))\n"
+    write_net(
+        "nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)"
     )
-    code, _, message = run("f.weights.h5", "--model", "net.py:net", "--out", "w.safetensors")
+    words = ("f.weights.h5", "--model", "net.py:net", "--out", "w.safetensors", "--classes", "3")
+    code, _, message = run(*words)
     assert code == 0, message
     found = load_file("w.safetensors")
     assert torch.equal(found["1.weight"], norm.weight)
@@ -166,7 +164,6 @@ def test_it_prints_the_pairs_of_layers_and_the_difference(run):
         (("keras-small.keras", "--model", SMALL, "--size", "0"), "--size 0"),
         (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
         (("paddle-fashion-cnn.pdparams", "--model", FASHION), "built for 28 pixels, unless --size N or HxW"),
-        (("keras2-fashion-cnn.h5", "--model", MODELS["torch-resnet"]), "do not fit the model"),
         (("keras-keras-resnet.weights.h5", "--model", MODELS["shallow-resnet"]), "18 unexpected (conv2_block2_"),
         (("keras-keras-resnet.weights.h5", "--model", MODELS["torch-resnet"]), "use the model keras-resnet50"),
         (("program.pdiparams", "--model", SMALL), "save paddle's model.state_dict() as .pdparams"),
@@ -179,7 +176,6 @@ def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, word
     (tmp_path / "program.pdiparams").write_bytes(b"\0" * 64)
     (tmp_path / "kept.safetensors").write_text("mine")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
-    words = tuple(str(FIXTURES / "keras-small.npz") if word == "GOOD" else word for word in words)
     file = FIXTURES / words[0] if (FIXTURES / words[0]).exists() else Path(words[0])
     code, printed, message = run(file, "--out", "w.safetensors", *words[1:])
     assert (code, printed) == (2, "")
@@ -214,9 +210,7 @@ def test_tensors_that_do_not_fit_are_counted_in_the_message_and_listed_by_json(r
 
 
 def test_a_model_for_one_size_alone_asks_for_its_flags(run):
-    Path("net.py").write_text(
-        "from torch import nn\ndef net(**_):\n    return nn.Sequential(nn.Flatten(), nn.Linear(300, 3))\n"
-    )
+    write_net("nn.Flatten(), nn.Linear(300, 3)")
     torch.save({"1.weight": torch.ones(3, 300), "1.bias": torch.ones(3)}, "f.pt")
     words = ("f.pt", "--model", "net.py:net", "--out", "w.safetensors")
     code, _, message = run(*words)
@@ -248,7 +242,6 @@ def test_other_tensors_beside_a_model_under_a_prefix_are_left_out(run):
     [
         (lambda images, logits: (images.transpose(0, 2, 3, 1), logits), 0),  # channels last
         (lambda images, logits: (images, logits[:, [1, 0, 2]]), 2),
-        (lambda images, logits: (images, logits[1:]), 2),
         (lambda images, logits: (images, np.full_like(logits, np.nan)), 2),
         (lambda images, logits: (images, np.zeros((len(images), 4))), 2),
         (lambda images, logits: (np.array([None]), logits), 2),
@@ -258,7 +251,7 @@ def test_the_check_compares_logits(run, change, code: int):
     arrays = np.load(FIXTURES / "keras-small.npz")
     images, logits = change(arrays["images"], arrays["logits"])
     np.savez("a.npz", images=images, logits=logits)
-    words = (FIXTURES / "keras-small.weights.h5", "--model", SMALL, "--check", "a.npz", "--out", "w.safetensors")
+    words = (FIXTURES / "keras-small.keras", "--model", SMALL, "--check", "a.npz", "--out", "w.safetensors")
     found, _, message = run(*words)
     assert found == code
     assert code == 0 or "a.npz" in message
@@ -269,7 +262,9 @@ def test_the_check_compares_logits(run, change, code: int):
 
 
 def test_depthwise_kernels_of_keras_are_converted(run):
-    net = nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)).eval()
+    layers = "nn.Conv2d(3, 6, 3, groups=3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)"
+    write_net(layers)
+    net = eval(f"nn.Sequential({layers})").eval()
     state = net.state_dict()
     kernel = state["0.weight"].numpy().reshape(3, 2, 3, 3).transpose(2, 3, 0, 1)
     with h5py.File("f.weights.h5", "w") as file:
@@ -277,13 +272,7 @@ def test_depthwise_kernels_of_keras_are_converted(run):
             file[f"{name}/vars/0"], file[f"{name}/vars/1"] = values
     images = torch.randn(4, 3, 4, 5)
     np.savez("a.npz", images=images, logits=net(images).detach())
-    Path("net.py").write_text(
-        "from torch import nn\n"
-        "def net(num_classes, **_):\n"
-        "    first = nn.Conv2d(3, 6, 3, groups=3)\n"
-        "    return nn.Sequential(first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, num_classes))\n"
-    )
     words = ("f.weights.h5", "--model", "net.py:net", "--check", "a.npz", "--out", "w.safetensors", "--verbose")
-    code, printed, message = run(*words)
+    code, printed, message = run(*words, "--classes", "5")
     assert code == 0, message
     assert "0 = a, 3 = b" in printed

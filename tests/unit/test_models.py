@@ -7,12 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.models.build import build_model, list_names
+from flatout.models.build import build_model, create_timm, list_names, usable_size
 from flatout.utils.errors import InputError
 from tests.nets import build
 
@@ -269,3 +273,84 @@ def test_a_final_sigmoid_is_undone():
     recipe = Recipe(model="python:Net", image_size=4, epochs=1, batch_size=2, loss="binary-cross-entropy")
     x = torch.randn(6, 3, 4, 4)
     torch.testing.assert_close(build_model(recipe, 2, module=module)(x), module[:2](x))
+
+
+# --- fast-cnn ---
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "channels"), [(4, 3, 1), (8, 7, 5), (28, 27, 1), (48, 47, 3), (64, 32, 3), (224, 28, 3)]
+)
+def test_fast_cnns_whiten_patches_and_cut_large_images_into_them(size: int, inner: int, channels: int):
+    """The basis is orthonormal, so no pixel is lost; the patches of smooth images become nearly uncorrelated."""
+    net: Any = build("fast-cnn-16", num_classes=7, image_size=size, channels=channels, seed=1).train()
+    torch.manual_seed(1)
+    smooth = functional.avg_pool2d(torch.rand(32, channels, size + 8, size + 8), 9, stride=1)
+    assert net.stem(smooth).shape[2:] == (inner, inner)
+    assert net(smooth).shape == (32, 7)
+    basis = net.stem.basis.flatten(1)
+    assert torch.allclose(basis @ basis.T, torch.eye(len(basis)), atol=1e-5)
+    if channels == 3:
+        patches = functional.conv2d(smooth, net.stem.basis, stride=net.stem.stride)
+        whitened = net.stem.norm(torch.cat([patches, -patches], dim=1))[:, : len(basis)]
+        correlations = torch.corrcoef(whitened.movedim(1, 0).flatten(1))
+        assert (correlations - torch.eye(len(basis))).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("background", ["dark", "bright"])
+def test_a_plain_background_leaves_the_gradient_to_the_digits(background: str):
+    """No gradient is above the others by orders of magnitude, and bfloat16 computes the same one."""
+    digits: Any = load_digits()
+    images = torch.from_numpy(np.asarray(digits.images[:256], np.float32))[:, None]
+    images = functional.pad(functional.interpolate(images, size=20), [4] * 4)
+    images = (images - images.mean()) / images.std() * (1 if background == "dark" else -1)
+    labels = torch.from_numpy(np.asarray(digits.target[:256]))
+
+    def gradients(is_bf16: bool) -> dict[str, torch.Tensor]:
+        net = build("fast-cnn-32", num_classes=10, image_size=28, channels=1, seed=1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            logits = net(images)
+        functional.cross_entropy(logits.float(), labels).backward()
+        return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+    expected, found = gradients(False), gradients(True)
+    for name, gradient in expected.items():
+        assert gradient.norm() < 3, name
+        assert (found[name] - gradient).norm() < 0.3 * gradient.norm(), name
+
+
+# --- image sizes that networks of timm's take with their weights ---
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:timm")
+@pytest.mark.parametrize(
+    ("name", "wanted", "expected"),
+    [
+        ("resnet18", 100, 100),  # any size
+        ("vit_tiny_patch16_224", 128, 128),  # position embeddings are resized
+        ("vit_tiny_patch16_224", (96, 160), (96, 160)),
+        ("vit_tiny_patch16_224", 100, 224),  # not whole patches
+        ("levit_128s", 128, 224),  # attention biases are of one size
+        ("pvt_v2_b0", 128, 128),  # patches overlap
+        ("halonet26t", 128, 256),  # the least size that timm lists
+    ],
+)
+def test_the_size_fits_the_network_and_its_weights(name: str, wanted: Any, expected: Any) -> None:
+    size = usable_size(f"timm:{name}", wanted, channels=1)
+    assert size == expected
+    recipe = Recipe(model=f"timm:{name}", image_size=size, channels=1, epochs=1, batch_size=1)
+    model = create_timm(recipe, 1000, timm.create_model(name, num_classes=1000).state_dict()).eval()
+    images = torch.rand(1, 1, *(size if isinstance(size, tuple) else (size, size)))
+    with torch.no_grad():
+        assert model(images).shape == (1, 1000)
+
+
+def test_other_networks_are_taken_to_fit() -> None:
+    assert usable_size("fast-cnn-32", (7, 9), channels=3) == (7, 9)
+    assert usable_size("file.py:net", 7, channels=3) == 7
+
+
+def test_nothing_is_drawn_from_the_generator() -> None:
+    state = torch.random.get_rng_state()
+    usable_size("timm:levit_128s", 64, channels=3)
+    assert torch.equal(torch.random.get_rng_state(), state)

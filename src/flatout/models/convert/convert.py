@@ -60,19 +60,21 @@ def convert(
         raise InputError(f"--out {out}: exists already; choose another name, or remove it")
     if out.suffix != ".safetensors":
         raise InputError(f"--out {out}: must end in .safetensors")
-    expected = _ExpectedLogits.read(check) if check else None
     path = find_file(file)
     source = read_file(path)
-    known = _known_shape(source, expected, shape)
-    model, recipe = _build_for(source, model_name, known)
+    if source.image:
+        height, width, count = source.image
+        image = collapse_size((height, width))
+        shape = shape._replace(size=shape.size or image, channels=shape.channels or count)
+    model, recipe = _build_for(source, model_name, shape)
     try:
         fitted = fit(model, source, path, recipe.image_sides, report)
     except InputError as error:
-        if known.size:
+        if shape.size:
             raise
         hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
         raise InputError(f"{error}; {hint}", error.details) from None
-    difference, absolute = expected.compare(model, recipe.channels, fitted.head_fits) if expected else (None, None)
+    difference, absolute = _difference(model, recipe.channels, check) if check else (None, None)
     state = model.state_dict()
     if not fitted.head_fits:
         heads = tuple(f"{head}." for head in head_modules(model))
@@ -110,21 +112,6 @@ def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
     return [*lines, note]
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
-def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", shape: Shape) -> Shape:
-    """Complete the user's shape from the file's description and the arrays to check."""
-    classes, size, channels = shape
-    if source.image:
-        height, width, count = source.image
-        size, channels = size or collapse_size((height, width)), channels or count
-    if expected:
-        seen = expected.shape(channels)
-        classes, size, channels = classes or seen.classes, size or seen.size, channels or seen.channels
-    return Shape(classes, size, channels)
-
-
 def _build_for(source: SourceCheckpoint, name: str, known: Shape) -> tuple[nn.Module, Recipe]:
     """Build a model for a file; unknown channels and outputs are those of its first and last layer."""
     usual_classes, usual_size, usual_channels = default_shape(name)
@@ -155,63 +142,29 @@ def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Modul
     return build_model(recipe, 2 if is_binary else outputs, allow_code=True), recipe
 
 
-# ---- --check ---------------------------------------------------------------------------------------------------------
-
-
-class _ExpectedLogits(NamedTuple):
-    """The source framework's logits, float64 [N, K], of images [N, C, H, W] or [N, H, W, C]."""
-
-    where: str
-    images: np.ndarray
-    logits: np.ndarray
-
-    @classmethod
-    def read(cls, path: Path) -> "_ExpectedLogits":
-        where = f"--check {path}"
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                images, logits = arrays["images"].astype(np.float32), arrays["logits"].astype(np.float64)
-        except Exception as error:  # numpy and zipfile raise errors of many types on damaged files
-            reason = first_line(error) or type(error).__name__
-            raise InputError(f"{where}: must be an .npz file with numbers images and logits ({reason})") from None
-        if images.ndim != 4 or logits.ndim != 2 or len(images) != len(logits) or not len(images):
-            found = f"images {list(images.shape)} and logits {list(logits.shape)}"
-            raise InputError(f"{where}: needs images [N, C, H, W] and logits [N, K], not {found}")
-        if not np.isfinite(logits).all():
-            raise InputError(f"{where}: the logits must be finite")
-        return cls(where, images, logits)
-
-    def shape(self, channels: int | None) -> Shape:
-        """Infer the shape of the model; channels are last only if there is no other possibility."""
-        first, *_, last = self.images.shape[1:]
-        is_last = last == channels if channels and first != channels else first > 4 >= last
-        height, width, count = self.images.shape[1:] if is_last else (*self.images.shape[2:], first)
-        return Shape(self.logits.shape[1], collapse_size((height, width)), count)
-
-    def compare(self, model: nn.Module, channels: int, head_fits: bool) -> tuple[float, float]:
-        """Compute the largest difference of logits, over the largest of them and absolute; refuse a large one."""
-        if not head_fits:
-            raise InputError(f"{self.where}: the file has no head of the model, so it has no logits to compare")
-        images = torch.from_numpy(self.images)
-        if images.shape[1] != channels and images.shape[3] == channels:
-            images = images.permute(0, 3, 1, 2).contiguous()
-        try:
-            with torch.no_grad():
-                logits = torch.cat([model.eval()(part) for part in images.split(16)]).double().numpy()
-        except (RuntimeError, ValueError, AssertionError) as error:
-            shape = list(images.shape[1:])
-            raise InputError(f"{self.where}: the model does not take images {shape}: {first_line(error)}") from None
-        if logits.shape != self.logits.shape:
-            own, theirs = list(logits.shape), list(self.logits.shape)
-            raise InputError(f"{self.where}: the logits have the shape {theirs}, those of the model {own}")
-        absolute = float(np.abs(logits - self.logits).max())
-        difference = absolute / max(float(np.abs(self.logits).max()), 1e-30)
-        if not difference <= TOLERANCE:
-            agree = float((logits.argmax(1) == self.logits.argmax(1)).mean())
-            raise InputError(
-                f"{self.where}: the logits differ by {difference:.1e} of the largest logit (limit "
-                f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
-                "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch "
-                "normalisation be unusual, which only .keras and .h5 files of whole models have"
-            )
-        return difference, absolute
+def _difference(model: nn.Module, channels: int, check: Path) -> tuple[float, float]:
+    """Compute the largest difference of logits, over the largest of them and absolute; refuse a large one."""
+    try:
+        with np.load(check, allow_pickle=False) as arrays:
+            images = torch.from_numpy(arrays["images"].astype(np.float32))
+            expected = torch.from_numpy(arrays["logits"].astype(np.float64))
+        if images.shape[1] != channels:
+            images = images.permute(0, 3, 1, 2)
+        with torch.no_grad():
+            logits = torch.cat([model.eval()(part) for part in images.split(16)]).double()
+        if logits.shape != expected.shape:
+            raise ValueError(f"the model gives {list(logits.shape)}, the file has {list(expected.shape)}")
+    except Exception as error:  # a damaged file, or images that the model does not take, can raise anything
+        need = "an .npz file with images [N, C, H, W] or [N, H, W, C], as the model takes them, and its logits [N, K]"
+        raise InputError(f"--check {check}: must be {need} ({first_line(error)})") from None
+    absolute = float((logits - expected).abs().max())
+    difference = absolute / max(float(expected.abs().max()), 1e-30)
+    if not difference <= TOLERANCE:
+        agree = float((logits.argmax(1) == expected.argmax(1)).double().mean())
+        raise InputError(
+            f"--check {check}: the logits differ by {difference:.1e} of the largest logit (limit "
+            f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
+            "wrongly, activations or padding differ, logits be probabilities, or the epsilon of batch "
+            "normalisation be unusual, which only .keras and .h5 files of whole models have"
+        )
+    return difference, absolute
