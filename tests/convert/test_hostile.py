@@ -96,12 +96,8 @@ def with_length(code: bytes, size: int) -> bytes:
         # Through an admitted module, by a dotted name.
         (pickled("numpy", "core.multiarray.os.system", b"\x8c\x04true\x85"), r"code \(numpy\.core\.multiarray"),
         (pickled("numpy.core.multiarray", "_reconstruct.__globals__"), r"code \(numpy\.core\.multiarray"),
-        (pickled("numpy", "load"), r"code \(numpy\.load\)"),
         (pickle.dumps({"w": np.array([{}], object)}, 4), "an array of type"),
-        (pickle.dumps({"w": np.array(["text"])}, 4), "an array of type"),
         (pickle.dumps({"w": 1}), "holds no parameters"),
-        (pickle.dumps([1]), "holds no parameters"),
-        (pickle.dumps({"w": SECRET}, 4)[:-20], "cannot be read"),
         (b"", "cannot be read"),
         *((with_length(code, size), "cannot be read") for code, size in ((b"\x8d", 8), (b"\x8e", 8), (b"r", 4))),
     ],
@@ -122,19 +118,13 @@ def test_arrays_of_every_protocol_and_type(protocol: int, tmp_path: Path):
     arrays["fortran.weight"] = np.asfortranarray(rng.normal(size=(2, 3)))
     arrays["empty.weight"] = np.zeros((0, 3))
     arrays["one.weight"] = np.array(3.5)
-    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(arrays, protocol))
+    half = torch.tensor([1.5, -2.0]).bfloat16()
+    uint16 = {"half.weight": half.view(torch.int16).numpy().view(np.uint16)}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(arrays | uint16, protocol))
     read = read_file(tmp_path / "a.pdparams").tensors
+    assert torch.equal(read.pop("half.weight"), half), "uint16 is Paddle's bfloat16"
     assert read.keys() == arrays.keys()
     assert all(np.array_equal(read[name].numpy(), array) for name, array in arrays.items())
-
-
-def test_bfloat16_of_paddle_is_uint16_of_numpy(tmp_path: Path):
-    half = torch.tensor([1.5, -2.0]).bfloat16()
-    content = {"half.weight": half.view(torch.int16).numpy().view(np.uint16)}
-    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(content, 2))
-    read = read_file(tmp_path / "a.pdparams").tensors
-    assert read["half.weight"].dtype == torch.bfloat16
-    assert torch.equal(read["half.weight"], half)
 
 
 def test_torch_files_with_code(tmp_path: Path):
@@ -171,13 +161,10 @@ def virtual_numbers(group: h5py.Group) -> None:
     [
         (lambda group: group.__setitem__("0", h5py.ExternalLink("secret.h5", "numbers")), "holds no weights"),
         (lambda group: group.__setitem__("0", h5py.SoftLink("/layers")), "holds no weights"),
-        (lambda group: group.parent.__setitem__("again", group.parent.parent), "holds no weights"),
-        (lambda group: None, "holds no weights"),
         (external_numbers, "must be plain numbers"),
         (virtual_numbers, "must be plain numbers"),
         (lambda group: group.create_dataset("0", data=np.zeros((9, 9)), compression="gzip"), "must be plain numbers"),
         (lambda group: group.create_dataset("0", data=["text"]), "must be plain numbers"),
-        (lambda group: group.create_dataset("0", data=[group.ref], dtype=h5py.ref_dtype), "must be plain numbers"),
         (lambda group: group.create_dataset("0", (2**20, 2**20), "f4", chunks=(2**10, 2**10)), "more numbers than"),
     ],
 )
@@ -221,11 +208,6 @@ def test_descriptions_are_not_trusted(tmp_path: Path):
     config["config"]["layers"].append(layer)
     assert read_file(with_config(tmp_path / "a.keras", json.dumps(config))).tensors.keys() == whole.tensors.keys()
     assert not marker.exists()
-    # Numbers out of range are ignored.
-    changed = text.replace('"epsilon": 0.001', '"epsilon": 1e400').replace("[null, 12, 12, 3]", "[null, -1, true, 1]")
-    read = read_file(with_config(tmp_path / "b.keras", changed))
-    assert (read.image, read.epsilons) == (None, {})
-    assert whole.image == (12, 12, 3)
     with pytest.raises(InputError, match=r"c\.keras: cannot be read as a Keras model \(RecursionError\)"):
         read_file(with_config(tmp_path / "c.keras", "[" * 100_000))
 
@@ -260,7 +242,6 @@ def test_files_that_unpack_to_more(tmp_path: Path):
         ("ckpt-1.data-00000-of-00001", lambda content: content[:40] + b"\0\1\2\3" + content[44:], "the checksum of"),
         ("ckpt-1.data-00000-of-00001", None, r"cannot be read .*a checkpoint is the files ckpt-1\.\*"),
         ("ckpt-1.index", lambda content: content[:9] + b"x" + content[10:], "a checksum is wrong"),
-        ("ckpt-1.index", lambda content: content[:100], "does not end as one"),
     ],
 )
 def test_damaged_checkpoints(file: str, change: Callable[[bytes], bytes] | None, reason: str, tmp_path: Path):

@@ -108,16 +108,14 @@ def build_model(
 ) -> "nn.Module":
     """Build the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
 
-    It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. A factory returns a
-    torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature
-    names them.
+    It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. `recipe.model` is one of
+    `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`. A factory returns a torch.nn.Module and
+    takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature names them.
 
     Args:
-        recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.
         num_classes: classes of the data; 0 in regression.
         module: the model, if given in Python; a copy is returned.
         allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
-        report: receives a message about outputs that are not logits.
     """
     from flatout.models.heads import check_size, ensure_logits
     from flatout.models.layers import freeze, set_dropout

@@ -1,8 +1,6 @@
 """Features, the input of a network's head: captured by hooks, and computed by ONNX Runtime on CPUs.
 
-ONNX Runtime computes frozen networks two to nine times as fast as torch's eager mode: it folds batch norms into
-convolutions, fuses activations, and blocks channels to fit vector registers (measured by `benchmarks/features.py`).
-
+That is two to nine times as fast as torch's eager mode (`benchmarks/features.py`).
 Shape letters: B batch, F features, C channels, H height, W width, K outputs.
 """
 
@@ -26,7 +24,7 @@ from flatout.utils.errors import InputError, first_line
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
-# More features than these are averaged in groups of neighbours, such as the pixels of a channel.
+# More features are averaged in groups of neighbours, such as the pixels of a channel.
 MAX_FEATURES = 1024
 # Preparing ONNX Runtime takes as long as torch takes for about this many pixels in total.
 WORTHWHILE_PIXELS = 5_000_000

@@ -141,17 +141,15 @@ def find_installed(model: str) -> InstalledWeights | None:
 
 
 def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
-    """Find the file with the published weights of `timm:NAME`, `timm:NAME.TAG` or `vgg16`; downloads are reported.
+    """Find the file with the published weights of `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
 
     Searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files copied
     there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Otherwise weights are
-    downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
-    HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of an installed package
-    are used; if there is one, the hub's timeout is a second.
+    downloaded: from the Hugging Face hub by its own settings (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies), or else
+    from a URL. If that fails, those of an installed package are used; if there is one, the hub's timeout is a second.
 
     Raises:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
-        InputError: a file in a cache or in a package is damaged.
     """
     repository, url = _source(model_name)
     path = next((path for path in _places(repository, url) if path.is_file()), None)
@@ -222,8 +220,7 @@ def _is_damaged(path: Path) -> bool:
 def unreachable() -> str:
     """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
     address, is_offline = hub = _hub()
-    reason = _recent_failure()
-    if not reason:
+    if not (reason := _recent_failure()):
         reason = "HF_HUB_OFFLINE is set" if is_offline else _connection_error(_host_and_port(address))
         _failures[hub] = time.monotonic() + _RETRY_SECONDS, reason
     return f"{address} cannot be reached ({reason})" if reason else ""

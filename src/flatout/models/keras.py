@@ -30,7 +30,7 @@ def is_keras(model: object) -> bool:
 
 
 class Network(NamedTuple):
-    """A Keras model from [B, H, W, C] to logits [B, K], and its variables by name, in the order of `stateless_call`.
+    """A Keras model from [B, H, W, C] to logits [B, K], and the names of its variables as in `stateless_call`.
 
     A name is None for the state of a random generator.
     """
@@ -41,12 +41,11 @@ class Network(NamedTuple):
 
 
 class KerasModule(nn.Module):
-    """A Keras model whose trainable weights are torch parameters, and the others buffers.
+    """A copy of a Keras model whose trainable weights are torch parameters, and the others buffers.
 
-    The model is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. The
-    module takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the
-    CPU in evaluation mode, without gradients. Padding does not enter the statistics of BatchNormalization layers,
-    except inside user-defined layers.
+    It takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]: the last activation is
+    left out. Torch runs it on the CPU in evaluation mode, without gradients. Padding does not enter the statistics of
+    BatchNormalization layers, except inside user-defined layers.
     """
 
     def __init__(self, model: Any) -> None:

@@ -26,13 +26,9 @@ _COUNT = ".num_batches_tracked"
 def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the recipe's weights into its model. A last layer of another size gets small random weights.
 
-    Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
-    `recipe.weights` is set, a file in any format that `convert.readers` knows, or a folder with one, such as a run.
-    timm adapts weights of its networks to another image size.
-
-    Raises:
-        WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
-        InputError: they cannot be read, would execute code, are damaged, or do not fit. The model is not changed then.
+    Those are the published weights of `recipe.model` (`hub.find_weights`); or, if `recipe.weights` is set, a file in
+    any format that `convert.readers` knows, or a folder with one, such as a run. If they do not fit, the model is not
+    changed.
     """
     path = find_file(Path(recipe.weights)) if recipe.weights else find_weights(recipe.model, report=report)
     try:
@@ -97,10 +93,7 @@ def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
 
 
 class Fitted(NamedTuple):
-    """Loaded weights: the names of the model's tensors, and how the file's were found.
-
-    pairs: the model's layer -> the file's, if names differ.
-    """
+    """The names of the loaded tensors, how they were found, and the model's layer -> the file's, if names differ."""
 
     names: list[str]
     head_fits: bool
@@ -115,10 +108,7 @@ def fit(
     sides: tuple[int, int],
     report: Callable[[str], None],
 ) -> Fitted:
-    """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen.
-
-    `sides` are height and width of the model's images.
-    """
+    """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen."""
     if has_other_strides(model, [layer.name for layer in layers_of(source)]):
         raise InputError(
             f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "

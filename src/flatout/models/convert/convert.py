@@ -45,16 +45,7 @@ def convert(
 ) -> dict[str, Any]:
     """Write the weights of a file as those of a model; return what `--json` prints.
 
-    Args:
-        file: in any format that `readers` knows; a folder or prefix of a checkpoint.
-        model_name: as in a recipe.
-        out: a new `.safetensors` file.
-        check: an `.npz` file with `images`, [N, C, H, W] or [N, H, W, C] as the model receives them, and `logits`
-            [N, K] of the source framework.
-
-    Raises:
-        InputError: the file cannot be read or does not fit, or logits differ by more than TOLERANCE. Nothing is
-            written.
+    Nothing is written if they do not fit, or if logits differ from those of `check` by more than TOLERANCE.
     """
     if out.exists():
         raise InputError(f"--out {out}: exists already; choose another name, or remove it")

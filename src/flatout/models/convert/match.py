@@ -111,10 +111,7 @@ class _FollowMaps(TorchFunctionMode):
 
 
 def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
-    """Run a model on one black image in evaluation mode, without changing its state.
-
-    If the model fails, the order is that of registration.
-    """
+    """Run a model on one black image, without changing its state; if it fails, the order is that of registration."""
     kinds: dict[str, Kind] = {name: _kind_of(tensors) for name, tensors in _grouped(model.state_dict()).items()}
     names = {model.get_submodule(name): name for name in kinds}
     found = Trace({}, {}, {})
@@ -230,11 +227,7 @@ def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, 
 
 
 class Candidate(NamedTuple):
-    """The tensors of a file by the names of a model's state dict; unmatched ones keep their own names.
-
-    how: the method of the matching.
-    pairs: the model's layer -> the file's, by name.
-    """
+    """The tensors of a file by the names of a model, or their own; the method; the model's layer -> the file's."""
 
     how: str
     tensors: dict[str, torch.Tensor]
@@ -307,7 +300,6 @@ def _unpaired(layers: list[Layer], trace: Trace) -> dict[str, torch.Tensor]:
 
 
 def _adapted(source: SourceCheckpoint, model: nn.Module, trace: Trace, pairs: Pairs) -> dict[str, torch.Tensor]:
-    """Convert the tensors of pairs of layers to the model's layout."""
     tensors: dict[str, torch.Tensor] = {}
     for own, layer in pairs.items():
         module = model.get_submodule(own)
