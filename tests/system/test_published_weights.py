@@ -150,14 +150,6 @@ def test_weights_are_downloaded_once_and_then_found_offline(
     assert hub.requests == []
 
 
-def test_a_torch_checkpoint_is_downloaded_where_there_are_no_safetensors(hub: Hub, caches: Path, published: nn.Module):
-    hub.content = hub.sent = put(published.state_dict(), caches, "file.pt").read_bytes()
-    hub.digest, hub.name = hashlib.sha256(hub.content).hexdigest(), "pytorch_model.bin"
-    for _ in range(2):
-        assert_published(load()[0], published)
-    assert len([method for method, *_ in hub.requests if method == "GET"]) == 2, "the file and what redirects to it"
-
-
 def test_grey_images_another_head_and_another_size(hub: Hub, caches: Path, published: nn.Module):
     assert_published(load(channels=1)[0], published, "conv1.0.weight")
     state = torch.get_rng_state()

@@ -19,8 +19,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.content, self.sent = content, content
-        self.name, self.trouble = "model.safetensors", ""
+        self.content, self.sent, self.trouble = content, content, ""
         self.digest = hashlib.sha256(content).hexdigest()
         self.requests: list[tuple[str, str, str | None]] = []
         self.released = threading.Event()
@@ -59,8 +58,6 @@ class Answer(BaseHTTPRequestHandler):
             self.answer(int(hub.trouble), {})
         elif path.startswith("/cdn/"):
             self.send_content()
-        elif path != f"/{REPOSITORY}/resolve/main/{hub.name}":
-            self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         else:
             linked = {"X-Linked-Size": str(len(hub.content)), "X-Linked-Etag": f'"{hub.digest}"'}
             xet = {"X-Xet-Hash": hub.digest, "Link": f'<{hub.url}/xet>; rel="xet-auth"'}

@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
@@ -26,8 +25,8 @@ from flatout.utils.errors import InputError, WeightsUnavailable, first_line
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 # torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
 VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
-# The names of weights in timm's repositories on the Hugging Face hub, the best first.
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+# The name of weights in timm's repositories on the Hugging Face hub.
+_HUB_FILE = "model.safetensors"
 # Timeout of a silent download from a URL; for the hub it is HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
 # Connection timeout of the hub if weights are available without it. A failure is cached for a while, so that a command
@@ -193,14 +192,13 @@ def _places(repository: str, url: str) -> Iterator[Path]:
     from huggingface_hub import try_to_load_from_cache
     from torch import hub
 
-    if repository:
-        cached = (try_to_load_from_cache(repository, file) for file in _HUB_FILES)
-        yield from (Path(path) for path in cached if isinstance(path, str))
+    own = cache_folder() / "weights"
+    if repository and isinstance(cached := try_to_load_from_cache(repository, _HUB_FILE), str):
+        yield Path(cached)
     if url:
         yield Path(hub.get_dir(), "checkpoints", Path(url).name)
-    own = cache_folder() / "weights"
     if repository:
-        yield from (own / (Path(repository).name + Path(file).suffix) for file in _HUB_FILES)
+        yield own / f"{Path(repository).name}.safetensors"
     if url:
         yield own / Path(url).name
 
@@ -220,7 +218,8 @@ def _is_damaged(path: Path) -> bool:
 def unreachable() -> str:
     """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
     address, is_offline = hub = _hub()
-    if not (reason := _recent_failure()):
+    reason = _recent_failure()
+    if not reason:
         reason = "HF_HUB_OFFLINE is set" if is_offline else _connection_error(_host_and_port(address))
         _failures[hub] = time.monotonic() + _RETRY_SECONDS, reason
     return f"{address} cannot be reached ({reason})" if reason else ""
@@ -287,19 +286,12 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
 def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     """Download weights into the Hugging Face cache. Of several processes, one does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.utils import EntryNotFoundError
 
-    def metadata(name: str) -> Any:
-        # Checked once: hf_hub_download repeats an unanswered first request for minutes.
-        return get_hf_file_metadata(hf_hub_url(repository, name), timeout=constants.HF_HUB_ETAG_TIMEOUT)
-
-    try:
-        file = metadata(name := _HUB_FILES[0])
-    except EntryNotFoundError:
-        file = metadata(name := _HUB_FILES[1])
-    report(f"downloading {repository}, {name}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
+    # Asked once: hf_hub_download repeats an unanswered first request for minutes.
+    file = get_hf_file_metadata(hf_hub_url(repository, _HUB_FILE), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    report(f"downloading {repository}, {_HUB_FILE}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
     with without_xet():
-        return Path(hf_hub_download(repository, name))
+        return Path(hf_hub_download(repository, _HUB_FILE))
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from flatout.config.settings import Size, shown, sides
 from flatout.utils.errors import InputError
 
 
-def feature_side(features: nn.Sequential, side: int) -> int:
+def _map_side(layers: tuple[nn.Module, ...], side: int) -> int:
     """Compute the side of the feature maps from the side of the images."""
-    for layer in features:
+    for layer in layers:
         if isinstance(layer, nn.Conv2d):
             assert isinstance(layer.padding, tuple)
             side += 2 * layer.padding[0] + 1 - layer.kernel_size[0]
@@ -52,9 +52,9 @@ class Net(nn.Sequential):
 
     def __init__(self, name: str, image_size: Size, *layers: nn.Module, widths: tuple[int, ...], dropout: float = 0.0):
         features, classifier = nn.Sequential(*layers), []
-        _check_size(name, image_size, next(side for side in itertools.count(1) if feature_side(features, side) >= 1))
+        _check_size(name, image_size, next(side for side in itertools.count(1) if _map_side(layers, side) >= 1))
         channels = [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)][-1]
-        inputs = channels * math.prod(feature_side(features, side) for side in sides(image_size))
+        inputs = channels * math.prod(_map_side(layers, side) for side in sides(image_size))
         for width in widths:
             classifier += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
             inputs = width
