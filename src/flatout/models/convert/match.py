@@ -20,10 +20,10 @@ _Value = TypeVar("_Value")
 
 # The frameworks' names for the tensors of a layer, and torch's. Paddle's static graphs number them: w_0, b_0, w_1.
 _ROLES = {
-    **dict.fromkeys(("weight", "kernel", "_kernel", "depthwise_kernel", "gamma", "w_0"), "weight"),
-    **dict.fromkeys(("bias", "beta", "b_0"), "bias"),
+    **dict.fromkeys(("weight", "kernel", "_kernel", "depthwise_kernel", "weights", "gamma", "w_0"), "weight"),
+    **dict.fromkeys(("bias", "biases", "beta", "b_0"), "bias"),
     **dict.fromkeys(("running_mean", "moving_mean", "_mean", "w_1"), "running_mean"),
-    **dict.fromkeys(("running_var", "moving_variance", "_variance", "w_2"), "running_var"),
+    **dict.fromkeys(("running_var", "moving_variance", "moving_var", "_variance", "w_2"), "running_var"),
 }
 # Epsilon of batch normalisation, if a file lacks it: the defaults of the frameworks, and of Keras's own ResNets.
 _EPSILON = {"keras": 1e-3, "paddle": 1e-5, "torch": 1e-5}
