@@ -191,7 +191,7 @@ def test_names() -> None:
     ("arguments", "message"),
     [
         (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
-        ([*SMALL, "--topology", "v5e:2x2"], "JOB is missing"),
+        ([*SMALL, "--topology", "v5e:2x2"], "plan needs a JOB"),
         ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
         ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.analysis.images import augmented
+from flatout.analysis.look import augmented
 from flatout.cli.main import main
 from flatout.engine.augment import epoch_transforms
 

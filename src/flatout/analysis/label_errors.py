@@ -1,15 +1,8 @@
-"""`flatout check DATA --labels`: wrong labels, found by out-of-fold predictions.
+"""`flatout check DATA --labels`: wrong labels, found by predictions of networks that were trained on other images.
 
-The images are divided into folds. For each fold a network is trained briefly on the others; all trainings together take
-about as long as one. If the recipe starts from published weights, only the head is trained, on cached features.
-
-The method is confident learning, after Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in
-Dataset Labels" (JAIR 70, 2021, arXiv 1911.00068): how often images of other classes get a label is estimated together
-with which labels these are. The paper counts errors by thresholds on probabilities, which after a short training
-reports many confusions as errors. Here probabilities are calibrated with a bias for each class, and Bayes' rule gives
-the probability that a label is wrong (see `probability_wrong`).
-
-Shape letters: N images, K classes, E errors.
+The method is confident learning (Northcutt, Jiang and Chuang, JAIR 70, 2021, arXiv 1911.00068), with Bayes' rule on
+calibrated probabilities in place of thresholds, which report many confusions after a short training.
+Shape letters: N images, K classes.
 """
 
 import csv
@@ -26,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.analysis.images import label_of, name_of, thumbnails, tile
+from flatout.analysis.check import label_of, name_of
+from flatout.analysis.look import thumbnails, tile
 from flatout.config import Recipe
 from flatout.data.source import DataSource, ImageDataset
 from flatout.inference.calibration import bias_corrected
@@ -66,16 +60,12 @@ class LabelError(NamedTuple):
 
 
 def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
-    """Return the probability that each label is wrong, float64 [N].
+    """Return the probability that each label is wrong, float64 [N], from calibrated probabilities of these labels.
 
     An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is the probability of class k, s the share of
     wrong labels, and r the rate at which images of other classes are labelled k. The label k is wrong with probability
     (1 - c) r / p. Their mean is the next s, until it converges. All classes have the same share: with a weak network,
     shares of single classes would grow until all labels of a class are wrong.
-
-    Args:
-        own_N: p for the given label, calibrated on the labels as they are.
-        labels_N: int64 [N].
     """
     count_K = np.bincount(labels_N)
     own_N, share = np.maximum(own_N, np.finfo(np.float64).tiny), START
@@ -91,13 +81,9 @@ def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
 
 
 def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[LabelError]:
-    """Return the labels that are likely wrong, the most certain first.
+    """Return the labels that are likely wrong, the most certain first, from out-of-fold probabilities.
 
     Only images whose most probable class is another one are errors; it is the suggestion.
-
-    Args:
-        probabilities_NK: float64, of a model that was not trained on the image.
-        labels_N: int64.
     """
     # Images for which a network returned NaN are not judged.
     calibrated_NK = bias_corrected(np.log(np.maximum(np.nan_to_num(probabilities_NK), 1e-7)), labels_N)
@@ -159,14 +145,9 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
 def find_label_errors(
     recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console
 ) -> LabelErrors:
-    """Train on folds of the data and return the labels that are likely wrong.
+    """Train on folds of the data and return the labels that are likely wrong; run folders are temporary.
 
-    Images of a test split are judged by the networks of all folds, which have not seen them. The recipe of the folds is
-    derived from that of one training; run folders are temporary.
-
-    Raises:
-        InputError: images do not have one class each, or training is impossible with this data and recipe.
-        TrainingFailed: training cannot continue.
+    Images of a test split are judged by the networks of all folds, which have not seen them.
     """
     source = data.read() if isinstance(data, DataSource) else data
     if source.task != "single-label":

@@ -1,28 +1,44 @@
-"""`flatout look`: a data set before training: images, counts, sizes, outliers, and model inputs."""
+"""`flatout look`: a data set before training: images, counts, sizes, outliers, and model inputs.
+
+Shape letters: M images, V views, H height, W width, C channels.
+"""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from flatout.analysis import images as pictures
-from flatout.analysis.check import FEW_IMAGES
-from flatout.analysis.images import EXTREME, Headers, format_sizes, label_of, name_of, read_headers, thumbnails, tile
+from flatout.analysis.check import (
+    EXTREME,
+    FEW_IMAGES,
+    Headers,
+    dataset_figures,
+    format_sizes,
+    label_of,
+    name_of,
+    read_headers,
+)
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import Split, measure
+from flatout.data.build import bits_of
+from flatout.data.decode import decode_image, read_file, read_header
+from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import DataSource, ImageDataset, describe
-from flatout.engine import pixels
+from flatout.engine import augment, pixels
 from flatout.engine.devices import parse_devices
-from flatout.report.html import framed, page, write_page
+from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, framed, page, thumbnail, write_page
 from flatout.tasks import with_task
 from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve
 from flatout.utils.console import Console
+from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import visible, write_json
 
@@ -35,6 +51,88 @@ OUTLIERS_SHOWN, UNREADABLE_SHOWN, SHAPES_SHOWN = 24, 100, 8
 # Images as the model sees them, augmented images, and views of each; images decoded to find readable ones.
 SEEN, AUGMENTED, VIEWS, TRIED = 8, 6, 8, 32
 BINS = 24
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _decoded(
+    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
+) -> list[np.ndarray | None]:
+    """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
+
+    def decode(index: int) -> np.ndarray | None:
+        if source.files is None:
+            assert source.images is not None
+            image = np.asarray(source.images[index : index + 1])
+            return resize_images(image, **how(*image.shape[1:], 8 * image.itemsize))[0]
+        try:
+            content = read_file(source.files[index])
+            header = read_header(content)
+            return decode_image(content, **how(header.height, header.width, header.channels, header.bits))
+        except BadImage:
+            return None
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(decode, indices))
+
+
+def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
+    """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
+
+    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
+        scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
+        size = max(1, round(height * scale)), max(1, round(width * scale))
+        return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}
+
+    return [None if image is None else visible(image) for image in _decoded(source, indices, fitting)]
+
+
+def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
+    """Return an image for a page: a data URI, and whether it is enlarged without interpolation."""
+    if image_HWC is None:
+        return {"image": "", "tiny": False}
+    return {"image": thumbnail(image_HWC), "tiny": max(image_HWC.shape[:2]) < SMOOTH_FROM_PIXELS}
+
+
+def stored_images(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Return the stored form of readable images, [M, H, W, C], as in a pack, and their indices."""
+    bits = recipe.data.bits or bits_of(source)
+    how = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize, "bits": bits}
+    decoded = _decoded(source, indices, lambda *_: how)
+    kept = [i for i, image in zip(indices, decoded, strict=True) if image is not None]
+    images = [image for image in decoded if image is not None]
+    empty = np.empty((0, *recipe.stored_sides, recipe.channels), np.uint8)
+    return np.stack(images) if images else empty, np.array(kept, np.int64)
+
+
+def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
+    """Return augmented readable training images in V epochs of a complete recipe, uint8 [M, V, H, W, 1 or 3]."""
+    mean, std = (torch.tensor(values) for values in (recipe.data.mean, recipe.data.std))
+    start, stop = source.splits["train"]
+    images, _ = stored_images(source, indices.tolist(), recipe)
+
+    def apply(images: np.ndarray, tables: dict[str, np.ndarray], positions: np.ndarray) -> torch.Tensor:
+        rows = {name: torch.from_numpy(table[positions]) for name, table in tables.items()}
+        batch = torch.from_numpy(np.ascontiguousarray(images))
+        return augment.apply(batch, rows, 1 / (255 * std), -mean / std, recipe.image_sides)
+
+    views = []
+    for epoch in epochs:
+        tables = augment.epoch_transforms(recipe, epoch, stop - start) or {}
+        partners, mix = tables.pop("partner", None), tables.pop("mix", None)
+        batch = apply(images, tables, indices - start)
+        if partners is not None and mix is not None:
+            chosen = partners[indices - start].astype(np.int64)
+            others, kept = stored_images(source, (chosen + start).tolist(), recipe)
+            if len(kept) == len(indices):
+                batch = augment.mix(batch, apply(others, tables, chosen), torch.from_numpy(mix[indices - start]))
+        views.append((batch.permute(0, 2, 3, 1) * std + mean).numpy())
+    shown = np.stack(views, axis=1) * (1.0 if images.itemsize == 1 else 65535 / max(1, int(images.max(initial=0))))
+    return visible((shown * 255).round().clip(0, 255).astype(np.uint8))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 class Group(NamedTuple):
@@ -62,7 +160,7 @@ class Look:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Counts, sizes and outliers as plain values, as in look.json."""
-        source, found = self.source, pictures.figures(self.source, self.headers)
+        source, found = self.source, dataset_figures(self.source, self.headers)
         return {
             **found,
             "shapes": dict(list(found["shapes"].items())[:SHAPES_SHOWN]),
@@ -126,13 +224,13 @@ class Look:
         turns = (group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen))
         indices = list(dict.fromkeys(turns))
         small = dict(zip(indices, thumbnails(source, indices), strict=True))
-        stored, kept = pictures.stored(source, indices[:TRIED], self.recipe)
+        stored, kept = stored_images(source, indices[:TRIED], self.recipe)
         visible_MHWC = visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides))
         seen = [self._tile(i, image) for i, image in zip(kept.tolist(), visible_MHWC, strict=False)]
         views = []
         if self.recipe.augment.is_random and len(kept):
             recipe = _with_statistics(self.recipe, stored)
-            views = pictures.augmented(source, kept[:AUGMENTED], recipe, range(VIEWS))
+            views = augmented(source, kept[:AUGMENTED], recipe, range(VIEWS))
         readable = self.headers.widths > 0
         widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
         rows = _class_rows(figures)
@@ -195,20 +293,11 @@ class Look:
 
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
-    """Look at what `resolve` finds for a job, data and changes; only the data is downloaded.
-
-    Raises:
-        InputError: see `resolve`.
-    """
+    """Look at what `resolve` finds for a job, data and changes; only the data is downloaded."""
     reasons: list[str] = []
+    accelerated = parse_devices("auto", "torch").is_accelerated
     recipe, found = resolve(
-        job,
-        data,
-        changes,
-        accelerated=parse_devices("auto", "torch").is_accelerated,
-        console=console,
-        explain=reasons.append,
-        fetch=False,
+        job, data, changes, accelerated=accelerated, console=console, explain=reasons.append, fetch=False
     )
     source = found.read() if isinstance(found, DataSource) else found
     headers = read_headers(source, console)

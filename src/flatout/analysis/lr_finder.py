@@ -48,19 +48,9 @@ MAX_LOSS_SHOWN = 1.25
 def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
     """Run the test; write lr.json and lr.png; return the former's content.
 
-    Args:
-        recipe, data: see `resolve`.
-        options: how to run; `out` is a new or empty folder, None for a new one under `runs/`.
-
-    Returns:
-        `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value
-        of `optimizer.lr` that yields it (they differ if the recipe scales `lr` to its batch size); both are None if the
-        loss decreased at no rate. `recipe_rate` is the recipe's present rate. `diverged` is the rate at which the test
-        ended early, or None.
-
-    Raises:
-        InputError: the data, the recipe or the folder is wrong.
-        TrainingFailed: not even the first loss is finite, or a rank was lost.
+    `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value of
+    `optimizer.lr` that yields it (they differ if the recipe scales `lr` to its batch size); both are None if the loss
+    decreased at no rate. `diverged` is the rate at which the test ended early.
     """
     check_free(options.out)
     out = options.out or default_folder(f"lr-{recipe.job}")
@@ -129,7 +119,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     and stable: Howard and Gugger, "Deep Learning for Coders with fastai and PyTorch" (2020), chapter 5.
 
     Losses that differ by less than their noise count as equal: if the loss stays low over decades, its minimum is
-        arbitrary. All arguments have a value for each step; the rates rise.
+    arbitrary. All arguments have a value for each step; the rates rise.
     """
     least = int(np.argmin(smoothed))
     # The first tenth of the steps hardly changes the loss: its median is the loss before training.
@@ -143,7 +133,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
 
 
 def format_lr(result: Mapping[str, Any]) -> list[str]:
-    """Return a table of the findings, as lines; `result` is what `find_rate` returned."""
+    """Return a table of the findings, as lines."""
     rates, _, smoothed = zip(*result["points"], strict=True)
     lowest = int(np.argmin(smoothed))
     table = [["", "learning rate", "smoothed loss"]]

@@ -1,7 +1,6 @@
 """`flatout scale`: train one recipe on several choices of devices, and compare them.
 
-Every run is a separate process, so that none inherits another's warm caches or memory. A row is one SPEC; its base is
-the SPEC of the same kind with the fewest devices.
+Every run is a separate process, so that none inherits another's warm caches or memory.
 """
 
 import re
@@ -35,11 +34,7 @@ Row = Mapping[str, Any]
 
 
 def split_specs(text: str) -> list[str]:
-    """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`.
-
-    Raises:
-        InputError: a SPEC is empty or named twice.
-    """
+    """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`."""
     specs = [spec.strip() for spec in re.split(r",(?!\s*\d+\s*(?:,|$))", text)]
     if not all(specs) or len(set(specs)) < len(specs):
         raise InputError(f"--devices {text}: a SPEC is empty or named twice; write it as cpu,2xcpu")
@@ -49,17 +44,7 @@ def split_specs(text: str) -> list[str]:
 def scale(
     job: str, data: str | None, changes: Mapping[str, Any], *, devices: str, out: Path | None, console: Console
 ) -> dict[str, Any]:
-    """Train the job on each SPEC; write scaling.json and scaling.png; return the former's content.
-
-    Args:
-        job, data, changes: see `fit`.
-        devices: SPECs separated by commas.
-        out: a new or empty folder; None for a new one under `runs/`.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: an argument is wrong, or a run ended so; the message then names its SPEC,
-            and scaling.json has the runs before it.
-    """
+    """Train the job on each SPEC of `devices`; write scaling.json and scaling.png; return the former's content."""
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
     check_free(out)
     accelerated = all(choice.is_accelerated for choice in chosen.values())
@@ -81,8 +66,6 @@ def scale(
     try:
         for spec, choice in chosen.items():
             runs.append({"devices": spec, "kind": choice.kind, **_run(out, spec, console)})
-            # Complete after every run, whatever ends this process.
-            write_json(out / SCALE_RESULT, {**head, "specs": compare_specs(runs), "ended": "not finished"})
         ended = None
     except (InputError, TrainingFailed) as error:
         ended = str(error)
@@ -90,8 +73,6 @@ def scale(
     finally:
         result = {**head, "specs": compare_specs(runs), "ended": ended}
         write_json(out / SCALE_RESULT, result)
-        if ended and runs:
-            console.note(f"the runs finished so far are in {out / SCALE_RESULT}")
     draw_scaling(out / SCALE_CHART, result)
     return {**result, "out": str(out)}
 
@@ -151,32 +132,27 @@ def _figures(folder: Path) -> dict[str, Any]:
     """Return what is compared of a run; None for what was not measured."""
     run = Run(folder)
     summary, epochs = run.summary, [line["seconds"] for line in run.epochs]
-    later = statistics.median(epochs[1:] or epochs)
-    warmup = summary.get("warmup_seconds")
-    if warmup is None and len(epochs) > 1:
-        # Too few steps to separate warm-up: compare the first epoch with the others.
-        warmup = max(0.0, epochs[0] - later)
     split = "test" if summary["test_count"] else "valid"
     copied = (
         *("world_size", "threads_per_rank", "images_trained", "stopped", "runs_on", "images_per_second"),
-        *("train_seconds", "setup_seconds", "wall_seconds", "communication_fraction", "input_wait_fraction"),
+        *("train_seconds", "setup_seconds", "wall_seconds", "warmup_seconds", "communication_fraction"),
+        "input_wait_fraction",
     )
     return {
         "folder": folder.name,
         **{key: summary.get(key) for key in copied},
-        "epoch_seconds": later,
+        "epoch_seconds": statistics.median(epochs[1:] or epochs),
         "epoch_seconds_each": epochs,
-        "warmup_seconds": warmup,
         "split": split,
         **{name: summary.get(f"{split}_{name}") for name in ("accuracy", "correct", "count", "loss")},
     }
 
 
 def compare_specs(runs: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the runs with `base`, `speed_up` and `efficiency`, the last two None without a rate.
+    """Return the runs with `base`, the SPEC of the same kind with the fewest devices, `speed_up` and `efficiency`.
 
-    The base is the SPEC of the same kind with the fewest devices; speed-up is the ratio of the images per second,
-    efficiency the speed-up divided by the ratio of the numbers of devices (processes, on CPUs).
+    Speed-up is the ratio of the images per second, None without them; efficiency is the speed-up divided by the ratio
+    of the numbers of devices (processes, on CPUs).
     """
     rows = []
     for run in runs:
@@ -189,7 +165,7 @@ def compare_specs(runs: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def format_scale(result: Row) -> list[str]:
-    """Return the table, a column for each SPEC, as lines; `result` is what `scale` returned."""
+    """Return the table, a column for each SPEC, as lines."""
     columns = [_cells(row) for row in result["specs"]]
     table = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [*aligned(table), "", f"{result['out']}: {SCALE_RESULT}, {SCALE_CHART} and a folder for each run"]

@@ -80,10 +80,7 @@ def endless_epochs(split: "DeviceDataset", recipe: Recipe) -> Iterator[Iterator[
 
 
 def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
-    """Train epoch by epoch as the training loop does, at a learning rate of 0.
-
-    That keeps the weights: random labels could make them diverge.
-    """
+    """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
     for epoch in endless_epochs(split, recipe):
         for number, inputs in enumerate(epoch):
             _step(split, world, inputs, number)
@@ -113,19 +110,9 @@ def _step(split: "DeviceDataset", world: "World", inputs: Any, number: int) -> N
 def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
     """Measure a job; nothing is written.
 
-    Args:
-        recipe, data: see `resolve`.
-
-    Returns:
-        `input_images_per_second`: batches ordered, read and copied to the devices, without a step.
-        `compute_images_per_second`: steps on the same few batches, which need no input. Augmentation is part of a step.
-        `images_per_second`: both, as in a run. All three are medians; `spread` has minimum and maximum.
-        `efficiency`: the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
-        `decode_images_per_second`: when the pack was built, once. `verdict`: sentences.
-
-    Raises:
-        InputError: the data, the recipe or the devices are wrong.
-        TrainingFailed: a process was lost.
+    The rates are those of batches ordered, read and copied to the devices without a step (`input`), of steps on the
+    same few batches (`compute`, augmentation included), and of both, as in a run. `efficiency` is the last by the lower
+    of the first two, which `limit` names.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         # The devices that suit one epoch suit this measurement, which is about as short.
@@ -229,7 +216,7 @@ def _verdict(result: Mapping[str, Any]) -> list[str]:
 
 
 def format_bench(result: Mapping[str, Any]) -> list[str]:
-    """Return the table and the verdict, as lines; `result` is what `bench` returned."""
+    """Return the table and the verdict, as lines."""
     table = [[f"images per second on {result['devices']}", "median", "least", "most"]]
     for name, what in RATES.items():
         found = result["spread"][name]
