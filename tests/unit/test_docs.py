@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from flatout import config as recipe
-from flatout.analysis.scale import split_specs
+from flatout.analysis.throughput import split_specs
 from flatout.analysis.tpu import parse_topologies
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse

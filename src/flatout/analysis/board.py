@@ -30,7 +30,6 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
-from flatout.analysis.scale import SCALE_RESULT
 from flatout.tasks import task_named
 from flatout.train.run_dir import Holder, holder
 from flatout.utils import run_files
@@ -128,7 +127,7 @@ class RunStore:
             except OSError:
                 continue
             # `flatout scale` writes a recipe next to the folders of its runs.
-            has_recipe = RECIPE in visible and SCALE_RESULT not in visible
+            has_recipe = RECIPE in visible and run_files.SCALING not in visible
             is_run = has_recipe or not visible.keys().isdisjoint((METRICS, SUMMARY, WEIGHTS))
             yield path, changed, is_run
             if depth < MAX_DEPTH:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from flatout.analysis import check_free, make_folder
 from flatout.analysis.check import (
     EXTREME,
     FEW_IMAGES,
@@ -24,7 +25,6 @@ from flatout.analysis.check import (
     name_of,
     read_headers,
 )
-from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import Split, measure
 from flatout.data.build import bits_of

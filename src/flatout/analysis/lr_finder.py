@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
-from flatout.analysis.output import check_free, default_folder
+from flatout.analysis import check_free, default_folder
 from flatout.analysis.throughput import endless_epochs
 from flatout.config import Recipe
 from flatout.engine.schedule import scaled_rate

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.analysis import check_free, make_folder
 from flatout.analysis.gpu import chips_named, estimate_on_gpus
-from flatout.analysis.output import check_free, make_folder
 from flatout.analysis.tpu import compiler_versions, estimate, parse_topologies, step_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job

@@ -31,7 +31,6 @@ from flatout.utils.host import installed
 from flatout.utils.run_files import write_json
 
 if TYPE_CHECKING:
-    import jax
     from torch import nn
 
     from flatout.analysis.plan import Work
@@ -274,7 +273,7 @@ def _stoppable() -> Iterator[None]:
 
 
 @functools.cache
-def devices_of(topology: Topology) -> "list[jax.Device]":
+def devices_of(topology: Topology) -> list[Any]:
     """Return JAX's devices of a topology, to compile for."""
     require()
     from jax.experimental import topologies
@@ -297,7 +296,7 @@ def devices_of(topology: Topology) -> "list[jax.Device]":
     return list(described.devices)
 
 
-def _compile(model: "nn.Module", recipe: Recipe, devices: "list[jax.Device]", classes: int) -> CompiledStep:
+def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: int) -> CompiledStep:
     """Compile a step whose images come from the host: in device memory, all would count as read in every step."""
     import jax
 
