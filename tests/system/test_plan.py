@@ -18,7 +18,6 @@ from flatout.analysis.tpu import (
     CompiledStep,
     Topology,
     collectives,
-    estimate,
     estimate_row,
     needed_bytes,
     parse_topologies,
@@ -82,10 +81,9 @@ def test_rows_with_linked_ends_are_twice_as_fast() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_reported() -> None:
-    refused = compiled(fits=False, needed_bytes=20 * 2**30)
-    planned = estimate(make_work(1000), [topology("v5e:2x2")], lambda topology: refused, price=None)
-    (row,) = planned["topologies"]
+    row = estimate_row(make_work(1000), topology("v5e:2x2"), compiled(fits=False, needed_bytes=20 * 2**30))
     assert "images_per_second" not in row
+    planned = {"price_per_chip_hour": None, "topologies": [row]}
     head = {"job": "mine", "model": "cnn", "batch_size": 1000, "epochs": 1, "images": 9, "classes": 2, "data": ""}
     assert "20 GiB of 16 GiB  does not fit" in "\n".join(format_plan({**head, **planned, "out": ""}))
 

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
 from flatout.tasks import task_named
@@ -293,30 +293,23 @@ def _object(text: str) -> Row | None:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class Gate:
-    """Refuses requests without the token; the first one with it in the address gets a cookie."""
+def _gate(token: str) -> Callable[[Request, RequestResponseEndpoint], Awaitable[Response]]:
+    """Refuse requests without the token; the first one with it in the address gets a cookie."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request = Request(scope)
+    async def answer(request: Request, call_next: RequestResponseEndpoint) -> Response:
         # Cookies are shared by all ports of a host.
-        cookie = f"flatout-board-{(scope.get('server') or ('', 0))[1]}"
-        given = request.query_params.get("token", "")
-        response: Response | None = None
-        if request.url.path == "/" and secrets.compare_digest(given.encode(), self.token.encode()):
+        cookie, is_page = f"flatout-board-{(request.scope.get('server') or ('', 0))[1]}", request.url.path == "/"
+        if is_page and secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
             response = RedirectResponse("/", status_code=303)
-            response.set_cookie(cookie, self.token, httponly=True, samesite="lax")
-        elif not secrets.compare_digest(request.cookies.get(cookie, "").encode(), self.token.encode()):
-            response = PlainTextResponse(NO_TOKEN, status_code=403)
-        elif request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and request.url.path != "/":
-            response = PlainTextResponse("Requests from other sites are refused.\n", status_code=403)
-        await (response or self.app)(scope, receive, send)
+            response.set_cookie(cookie, token, httponly=True, samesite="lax")
+            return response
+        if not secrets.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+            return PlainTextResponse(NO_TOKEN, status_code=403)
+        if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and not is_page:
+            return PlainTextResponse("Requests from other sites are refused.\n", status_code=403)
+        return await call_next(request)
+
+    return answer
 
 
 def make_app(store: RunStore, token: str) -> Starlette:
@@ -370,7 +363,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
         ],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
-            Middleware(Gate, token=token),
+            Middleware(BaseHTTPMiddleware, dispatch=_gate(token)),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
         ],
         exception_handlers=handlers,

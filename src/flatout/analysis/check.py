@@ -215,7 +215,7 @@ def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int,
     if source.files is not None:
         return scan(source.files, _inspect_file, report)
     assert source.images is not None
-    inspected = {i: (_digest(image.tobytes()), _is_blank(image)) for i, image in enumerate(source.images)}
+    inspected = {i: _judge(image.tobytes(), image) for i, image in enumerate(source.images)}
     return _headers_of_arrays(source), inspected
 
 
@@ -224,28 +224,23 @@ def _inspect_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
     image = decode_image(data, size=_DECODED, channels=header.channels, bits=header.bits, resize="squash")
-    return header, (_digest(data), _is_blank(image))
+    return header, _judge(data, image)
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def _is_blank(image_HWC: np.ndarray) -> bool:
+def _judge(content: bytes, image_HWC: np.ndarray) -> tuple[bytes, bool]:
     # Images of 16 bits often use only a part of their range.
     white = 255 if image_HWC.dtype == np.uint8 else max(1, int(image_HWC.max()))
-    return float(image_HWC.mean(axis=2, dtype=np.float32).std()) < _MIN_CONTRAST / 255 * white
+    is_blank = float(image_HWC.mean(axis=2, dtype=np.float32).std()) < _MIN_CONTRAST / 255 * white
+    return hashlib.blake2b(content, digest_size=16).digest(), is_blank
 
 
 def _divided_groups(source: ImageDataset) -> dict[str, dict[str, int]]:
-    if source.groups is None:
-        return {}
-    counts = {split: Counter(source.groups[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
-    found = {
-        name: {split: of[name] for split, of in counts.items() if name in of}
-        for name in np.unique(source.groups).tolist()
-    }
-    return {name: of for name, of in found.items() if len(of) > 1}
+    """Return group -> split -> number of images, for groups in more than one split."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for split, (start, stop) in source.splits.items():
+        for name, number in Counter([] if source.groups is None else source.groups[start:stop].tolist()).items():
+            found[name][split] = number
+    return {name: found[name] for name in sorted(found) if len(found[name]) > 1}
 
 
 def format_check(result: dict[str, Any]) -> list[str]:

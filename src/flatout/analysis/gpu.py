@@ -213,17 +213,11 @@ def _fed(peak: float, clocks: float, half_at: float) -> float:
     return peak / (1 + peak / clocks / half_at)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The time of a step, and the shares of it: `tensor cores`, `CUDA cores`, `memory` and `launches`."""
 
     seconds: float
-    shares: Mapping[str, float]
-
-    @property
-    def limit(self) -> str:
-        """What takes longest."""
-        return max(self.shares, key=lambda name: self.shares[name])
+    shares: dict[str, float]
 
 
 def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> StepTime:
@@ -308,7 +302,7 @@ def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, pr
         "cost": None if price is None else price * job / 3600,
         "memory_bytes": trace.peak_bytes,
         "gpu_memory_bytes": int(chip.memory * 2**30),
-        "limit": "input" if copying > time.seconds else time.limit,
+        "limit": "input" if copying > time.seconds else max(time.shares, key=lambda name: time.shares[name]),
         "shares": time.shares,
         "precision": precision,
         "source": chip.source,

@@ -100,14 +100,11 @@ def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[Labe
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelErrors:
-    """Wrong labels of a data set's readable images.
-
-    `probabilities`, float32 [N, K], are those of networks that `recipe` trained on other images.
-    """
+    """Wrong labels of a data set's readable images."""
 
     source: ImageDataset
     errors: list[LabelError]
-    probabilities: np.ndarray
+    probabilities: np.ndarray  # float32 [N, K], of networks that `recipe` trained on other images
     recipe: Recipe
 
     @property
@@ -115,14 +112,14 @@ class LabelErrors:
         """The share of labels that the networks also predict."""
         return float((self.probabilities.argmax(axis=1) == self.source.labels).mean())
 
+    @property
     def remarks(self) -> list[str]:
-        """Return a warning if the suggestions are unreliable."""
-        if self.agreement >= MIN_AGREEMENT:
-            return []
-        return [
+        """A warning if the suggestions are unreliable."""
+        warning = (
             f"The networks agree with only {100 * self.agreement:.0f} % of the labels, so many suggestions are their "
             "mistakes: start from published weights, or train for more epochs."
-        ]
+        )
+        return [warning] * (self.agreement < MIN_AGREEMENT)
 
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
@@ -183,7 +180,7 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
     _write_csv(out / SUGGESTIONS, columns, ([row[name] for name in columns] for row in rows))
     write_page(out / PAGE, "labels.html.j2", _content(found, rows))
     share = len(rows) / len(source)
-    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks()]
+    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks]
     shown = rows[:MAX_LISTED]
     lines += [f"  {row['name']}: {row['given']} → {row['suggested']} ({row['confidence']:.3f})" for row in shown]
     lines += [f"  and {len(rows) - MAX_LISTED:,} more"] * (len(rows) > MAX_LISTED)
@@ -215,7 +212,7 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "name": (source.path.name if source.path else "") or source.kind,
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "count": len(rows),
-        "remarks": found.remarks(),
+        "remarks": found.remarks,
         "facts": [
             ("images", f"{len(source):,}"),
             ("share of images", f"{100 * len(rows) / len(source):.1f} %"),
@@ -236,8 +233,8 @@ def write_corrected(source: ImageDataset, changes: Mapping[int, str], path: Path
     rows = []
     for index in range(len(source)):
         given = label_of(source, index)
-        row = [name_of(source, index), changes.get(index, given), source.split_of(index)]
-        rows.append([*row, given if index in changes else ""])
+        before = given if index in changes else ""
+        rows.append([name_of(source, index), changes.get(index, given), source.split_of(index), before])
     _write_csv(path, ["file", "label", "split", "given"], rows)
 
 

@@ -26,7 +26,6 @@ from flatout.analysis.check import (
     read_headers,
 )
 from flatout.config import Recipe
-from flatout.data.batches import Split, measure
 from flatout.data.build import bits_of
 from flatout.data.decode import decode_image, read_file, read_header
 from flatout.data.pixels import BadImage, resize_images
@@ -107,8 +106,9 @@ def stored_images(source: ImageDataset, indices: Sequence[int], recipe: Recipe) 
 
 
 def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
-    """Return augmented readable training images in V epochs of a complete recipe, uint8 [M, V, H, W, 1 or 3]."""
-    mean, std = (torch.tensor(values) for values in (recipe.data.mean, recipe.data.std))
+    """Return augmented readable training images in V epochs, uint8 [M, V, H, W, 1 or 3]."""
+    mean = torch.tensor(recipe.data.mean or [0.5] * recipe.channels)
+    std = torch.tensor(recipe.data.std or [0.25] * recipe.channels)
     start, stop = source.splits["train"]
     images, _ = stored_images(source, indices.tolist(), recipe)
 
@@ -136,7 +136,7 @@ def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs:
 
 
 class Group(NamedTuple):
-    """Images of a class, or of a range of numbers; `chosen` are examples."""
+    """Images of a class, or of a range of numbers, and examples."""
 
     name: str
     size: int
@@ -229,17 +229,18 @@ class Look:
         seen = [self._tile(i, image) for i, image in zip(kept.tolist(), visible_MHWC, strict=False)]
         views = []
         if self.recipe.augment.is_random and len(kept):
-            recipe = _with_statistics(self.recipe, stored)
-            views = augmented(source, kept[:AUGMENTED], recipe, range(VIEWS))
+            views = augmented(source, kept[:AUGMENTED], self.recipe, range(VIEWS))
         readable = self.headers.widths > 0
         widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
-        rows = _class_rows(figures)
+        counts, total = figures["counts"], max(1, figures["images"]["train"])
+        rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]
+        rows.sort(key=lambda row: -row[1])
         outliers = self._extreme[:OUTLIERS_SHOWN]
         return {
             "name": (source.path.name if source.path else "") or source.kind,
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
             "total": sum(figures["images"].values()),
-            "facts": _facts(figures, source),
+            "facts": self._facts(),
             "remarks": self.remarks(),
             "task": source.task,
             "groups": [(name, size, [self._tile(i, small[i]) for i in chosen]) for name, size, chosen in groups],
@@ -275,6 +276,16 @@ class Look:
             "job": self.recipe.job,
             "recipe": self.recipe.to_toml().strip().split("\n\n"),
         }
+
+    def _facts(self) -> list[tuple[str, str]]:
+        figures, source = self.figures, self.source
+        facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
+        facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
+        if figures["widths"]:
+            facts.append(
+                ("median width × height", " × ".join(str(figures[k]["median"]) for k in ("widths", "heights")))
+            )
+        return [*facts, ("format", source.kind)]
 
     def save(self, out: str | Path) -> Path:
         """Write look.html and look.json into a new or empty folder, and return the page.
@@ -328,29 +339,6 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
 def format_look(look: Look) -> list[str]:
     """Return the main figures and the remarks as lines of text."""
     return [look.title, *format_sizes(look.figures), *look.remarks()]
-
-
-def _with_statistics(recipe: Recipe, images_MHWC: np.ndarray) -> Recipe:
-    if recipe.data.mean:
-        return recipe
-    count = len(images_MHWC)
-    mean, std = measure(Split(images=images_MHWC, rows=np.arange(count), labels=np.zeros(count, np.int64)))
-    return recipe.override({"data.mean": mean, "data.std": std})
-
-
-def _facts(figures: Mapping[str, Any], source: ImageDataset) -> list[tuple[str, str]]:
-    facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
-    facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
-    if (widths := figures["widths"]) and (heights := figures["heights"]):
-        facts.append(("median width × height", f"{widths['median']} × {heights['median']}"))
-    return [*facts, ("format", source.kind)]
-
-
-def _class_rows(figures: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    counts = figures["counts"]
-    total = max(1, figures["images"]["train"])
-    rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]
-    return sorted(rows, key=lambda row: -row[1])
 
 
 def _histogram(values: np.ndarray) -> list[tuple[float, str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from flatout import __version__
 from flatout.analysis import check_free, default_folder
 from flatout.analysis.throughput import endless_epochs
 from flatout.config import Recipe
+from flatout.data.source import DataSource, ImageDataset
+from flatout.distributed.world import World
+from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.schedule import scaled_rate
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
@@ -25,11 +28,6 @@ from flatout.utils.console import Console, aligned
 from flatout.utils.errors import TrainingFailed
 from flatout.utils.run_files import write_json
 from flatout.utils.style import shorten
-
-if TYPE_CHECKING:
-    from flatout.data.source import DataSource, ImageDataset
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
 # The decades by which the rate rises, and the steps of the test; the end is lower for optimizers such as Adam, whose
@@ -45,7 +43,7 @@ MIN_DECREASE = 0.02
 MAX_LOSS_SHOWN = 1.25
 
 
-def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
+def find_rate(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
     """Run the test; write lr.json and lr.png; return the former's content.
 
     `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value of
@@ -59,7 +57,7 @@ def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Option
     return run_on_all_ranks(request, console, _test)
 
 
-def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
+def _test(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
     with set_up(console, world, request) as context:
         recipe = context.recipe
         train = place(context, only_train=True)["train"]
@@ -86,7 +84,7 @@ def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, 
 
 
 def _measure(
-    engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", console: Console
+    engine: Engine, train: DeviceDataset, recipe: Recipe, world: World, console: Console
 ) -> tuple[list[tuple[float, float, float]], float | None]:
     highest = HIGHEST if recipe.optimizer.name in PROPORTIONAL else HIGHEST_ADAPTIVE
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()

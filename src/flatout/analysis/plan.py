@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.analysis import check_free, make_folder
 from flatout.analysis.gpu import chips_named, estimate_on_gpus
-from flatout.analysis.tpu import compiler_versions, estimate, parse_topologies, step_compiler
+from flatout.analysis.tpu import compiler_versions, estimate_row, parse_topologies, step_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
 from flatout.data.batches import steps_per_epoch
@@ -95,16 +95,15 @@ def plan(
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
     slices = parse_topologies(topologies) if topologies is not None else []
-    if job is None:
-        if slices or data is not None or "model" not in changes or images is None or classes is None:
-            raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
-        work = _work_of_model(changes, images, classes)
-    else:
-        work = find_work(job, data, changes, images, classes, console=console)
+    if job is None and (slices or data is not None or "model" not in changes or None in (images, classes)):
+        raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
+    work = find_work(job, data, changes, images, classes, console=console)
     if gpus is not None:
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
-        planned = estimate(work, slices, step_compiler(work, allow_code, console), price)
+        compile_step = step_compiler(work, allow_code, console)
+        rows = [estimate_row(work, choice, compile_step(choice), price) for choice in slices]
+        planned = {"estimate": True, "price_per_chip_hour": price, "topologies": rows}
     recipe = work.recipe
     result = {
         "job": recipe.job,
@@ -125,16 +124,8 @@ def plan(
 # --- the work of a job ------------------------------------------------------------------------------------------------
 
 
-def _work_of_model(changes: Mapping[str, Any], images: int, classes: int) -> Work:
-    """Return the work of a model without a job: by default one epoch of SGD with momentum."""
-    check_name(changes["model"])
-    recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
-    recipe = recipe.override({"optimizer.name": "momentum", **changes})
-    return Work(recipe=recipe, images=images, classes=classes, about="as given")
-
-
 def find_work(
-    job: str,
+    job: str | None,
     data: str | None,
     changes: Mapping[str, Any],
     images: int | None,
@@ -142,9 +133,16 @@ def find_work(
     *,
     console: Console,
 ) -> Work:
-    """Return the recipe and the size of its data: given, counted in the data, or published."""
+    """Return the recipe and the size of its data: given, counted in the data, or published.
+
+    Without a job, the recipe is that of the model in `changes`: by default one epoch of SGD with momentum.
+    """
     recipe = None
-    if job in builtin_jobs():
+    if job is None:
+        check_name(changes["model"])
+        recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
+        job, recipe = recipe.job, recipe.override({"optimizer.name": "momentum", **changes})
+    elif job in builtin_jobs():
         recipe = load_job(job).override(changes)
     elif Path(job).suffix == ".toml":
         recipe = load_recipe(Path(job)).override(changes)

@@ -14,13 +14,16 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import count, cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout import __version__
 from flatout.analysis import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.data.build import load
+from flatout.data.source import DataSource, ImageDataset
+from flatout.distributed.world import World
+from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import engine_for, machine, parse_devices
 from flatout.inference.run import Run
 from flatout.train.recipes import resolve
@@ -32,11 +35,6 @@ from flatout.utils.errors import InputError, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
 from flatout.utils.run_files import RECIPE, SCALING, write_json
 from flatout.utils.style import shorten
-
-if TYPE_CHECKING:
-    from flatout.data.source import DataSource, ImageDataset
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
 
 # Minimum seconds of the measurement that determines the number of steps of the others.
 RELIABLE_SECONDS = 0.3
@@ -58,10 +56,10 @@ Steps = Generator[None, None, None]
 
 
 class Timed:
-    """Times steps of an endless sequence, which `engine` runs; all processes take the same ones."""
+    """Times steps of `images` each from an endless sequence; all processes take the same ones."""
 
-    def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
-        self._steps, self._engine, self._world = steps, engine, world
+    def __init__(self, steps: Steps, images: float, engine: Engine, world: World) -> None:
+        self.images, self._steps, self._engine, self._world = images, steps, engine, world
         self.close = steps.close  # ends the threads that read ahead
 
     def seconds(self, steps: int) -> float:
@@ -85,14 +83,14 @@ class Timed:
         self._engine.counts()
 
 
-def endless_epochs(split: "DeviceDataset", recipe: Recipe) -> Iterator[Iterator[Any]]:
+def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[Any]]:
     """Begin one epoch after the other, and yield the inputs of its training steps."""
     for epoch in count():
         split.begin_epoch(epoch)
         yield split.feed(epoch_batches(recipe, split.samples, epoch))
 
 
-def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
+def training(split: DeviceDataset, engine: Engine, world: World, recipe: Recipe) -> Steps:
     """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
     for epoch in endless_epochs(split, recipe):
         for number, inputs in enumerate(epoch):
@@ -101,26 +99,26 @@ def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: R
         engine.counts()
 
 
-def _training_on(inputs: Sequence[Any], split: "DeviceDataset", world: "World") -> Steps:
+def _training_on(inputs: Sequence[Any], split: DeviceDataset, world: World) -> Steps:
     for number, one in enumerate(cycle(inputs)):
         _step(split, world, one, number)
         yield
 
 
-def _preparing(split: "DeviceDataset", world: "World", recipe: Recipe) -> Steps:
+def _preparing(split: DeviceDataset, world: World, recipe: Recipe) -> Steps:
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
             world.watch.keep_alive()
             yield
 
 
-def _step(split: "DeviceDataset", world: "World", inputs: Any, number: int) -> None:
+def _step(split: DeviceDataset, world: World, inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
     world.watch.report_step(0, number + 1)
 
 
-def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
+def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
     """Measure a job; nothing is written.
 
     The rates are those of batches ordered, read and copied to the devices without a step (`input`), of steps on the
@@ -134,13 +132,13 @@ def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, c
         return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _bench_on_rank)
 
 
-def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
+def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
     with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
         recipe, engine, pack = context.recipe, context.engine, context.pack
         train = place(context, only_train=True)["train"]
         console.note("measuring for about 20 s")
         timed = _timed_rates(train, engine, world, recipe)
-        for steps, _ in timed.values():
+        for steps in timed.values():
             stack.callback(steps.close)
         rates, communication = _measure_in_turn(timed, engine)
         medians = {name: statistics.median(found) for name, found in rates.items()}
@@ -169,39 +167,32 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
         return {**result, "verdict": _verdict(result)}
 
 
-def _timed_rates(
-    train: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe
-) -> dict[str, tuple[Timed, float]]:
+def _timed_rates(train: DeviceDataset, engine: Engine, world: World, recipe: Recipe) -> dict[str, Timed]:
     images, batch = len(train.samples), recipe.batch_size
     steps = steps_per_epoch(images, batch, recipe.drop_last)
     mean = batch if recipe.drop_last and images >= batch else images / steps
     kept = min(MAX_BATCHES, max(1, MAX_BYTES // (batch * max(1, train.samples.nbytes // images))))
     train.begin_epoch(0)
     batches = list(islice(epoch_batches(recipe, train.samples, 0), kept))
-    inputs = list(train.feed(batches))
+    inputs, fed = list(train.feed(batches)), sum(batch.count for batch in batches) / len(batches)
     return {
-        "input": (Timed(_preparing(train, world, recipe), engine, world), mean),
-        "compute": (
-            Timed(_training_on(inputs, train, world), engine, world),
-            sum(batch.count for batch in batches) / len(batches),
-        ),
-        "training": (Timed(training(train, engine, world, recipe), engine, world), mean),
+        "input": Timed(_preparing(train, world, recipe), mean, engine, world),
+        "compute": Timed(_training_on(inputs, train, world), fed, engine, world),
+        "training": Timed(training(train, engine, world, recipe), mean, engine, world),
     }
 
 
-def _measure_in_turn(
-    timed: Mapping[str, tuple[Timed, float]], engine: "Engine"
-) -> tuple[dict[str, list[float]], float | None]:
-    steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, (one, _) in timed.items()}
+def _measure_in_turn(timed: Mapping[str, Timed], engine: Engine) -> tuple[dict[str, list[float]], float | None]:
+    steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, one in timed.items()}
     rates: dict[str, list[float]] = {name: [] for name in timed}
     spent = dict.fromkeys(timed, 0.0)
     communication = 0.0
     engine.communication_seconds()
     while len(rates["training"]) < ROUNDS and sum(spent.values()) < LIMIT_SECONDS:
-        for name, (one, images) in timed.items():
+        for name, one in timed.items():
             one.take(READ_AHEAD)
             seconds = one.seconds(steps[name])
-            rates[name].append(images / seconds)
+            rates[name].append(one.images / seconds)
             spent[name] += seconds * steps[name]
             communicated = engine.communication_seconds()
             communication += communicated if name == "training" else 0.0
@@ -222,9 +213,7 @@ def _verdict(result: Mapping[str, Any]) -> list[str]:
     reached = f"training reaches {min(efficiency, 1):.0%} of the limit"
     found.append(reached if efficiency >= EFFICIENT else f"{reached}: input and step wait for each other or for cores")
     if communication >= 1 - EFFICIENT:
-        found.append(
-            f"the exchange of gradients takes {communication:.0%} of the time; a larger batch needs fewer of them"
-        )
+        found.append(f"exchanging gradients takes {communication:.0%} of the time; a larger batch needs fewer of them")
     return found
 
 
@@ -289,7 +278,7 @@ def scale(
 def _run(out: Path, spec: str, console: Console) -> dict[str, Any]:
     folder = out / re.sub(r"[:,]", "-", spec)
     console.note(f"{spec}: {folder}")
-    _train(spec, out / RECIPE, "--devices", spec, "--out", str(folder))
+    _train(spec, out / RECIPE, folder)
     run = _figures(folder)
     rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
     times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
@@ -297,12 +286,12 @@ def _run(out: Path, spec: str, console: Console) -> dict[str, Any]:
     return run
 
 
-def _train(name: str, recipe: Path, *flags: str) -> None:
-    """Train in a separate process; raise its error with the name of the run."""
+def _train(spec: str, recipe: Path, folder: Path) -> None:
+    """Train in a separate process; raise its error with the SPEC."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             # -P: a random.py in the current folder must not be imported.
-            [sys.executable, "-P", "-m", "flatout", "train", str(recipe), *flags],
+            [sys.executable, "-P", "-m", "flatout", "train", str(recipe), "--devices", spec, "--out", str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=2 if sys.stderr.isatty() else subprocess.DEVNULL,
             stderr=errors,
@@ -317,10 +306,10 @@ def _train(name: str, recipe: Path, *flags: str) -> None:
     found = re.search(r"^flatout: (.*)", output, re.MULTILINE | re.DOTALL)
     message = found[1] if found else "\n".join([f"ended with exit code {code}", *output.splitlines()[-LAST_LINES:]])
     if code == 2:
-        raise InputError(f"{name}: {message}")
+        raise InputError(f"{spec}: {message}")
     if code > 128:
         raise Stopped(code - 128)
-    raise TrainingFailed(f"{name}: {message if code > 0 else f'killed by {signal.Signals(-code).name}'}")
+    raise TrainingFailed(f"{spec}: {message if code > 0 else f'killed by {signal.Signals(-code).name}'}")
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,16 +150,7 @@ class CompiledStep:
     state_bytes: int = 0  # weights, buffers and optimizer state
     flops: float = 0.0
     memory_bytes: float = 0.0  # read from and written to memory
-    seconds: float = 0.0  # the compiler's own estimate, without messages; 0 if it gives none
     collectives: list[dict[str, Any]] = field(default_factory=list)  # kind, count, and bytes of results
-
-
-def estimate(
-    work: "Work", choices: Sequence[Topology], compile_step: Callable[[Topology], CompiledStep], price: float | None
-) -> dict[str, Any]:
-    """Return the estimates in plan.json: a row for each topology; `price` is that of one chip for an hour."""
-    rows = [estimate_row(work, choice, compile_step(choice), price) for choice in choices]
-    return {"estimate": True, "price_per_chip_hour": price, "topologies": rows}
 
 
 def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: float | None = None) -> dict[str, Any]:
@@ -191,7 +182,7 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
         "flops": step.flops,
         "bytes_accessed": step.memory_bytes,
         "state_bytes": step.state_bytes,
-        "seconds": {**seconds, "step": max(seconds.values()), "compiler": step.seconds},
+        "seconds": {**seconds, "step": max(seconds.values())},
         "limit": max(seconds, key=lambda name: seconds[name]),
         "images_per_second": work.images_per_epoch / epoch,
         "epoch_seconds": epoch,
@@ -337,7 +328,6 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
         state_bytes=sum(array.nbytes for array in jax.tree.leaves(state)),
         flops=float(cost.get("flops", 0.0)),
         memory_bytes=float(cost.get("bytes accessed", 0.0)),
-        seconds=max(0.0, float(cost.get("optimal_seconds", 0.0))),
         collectives=collectives(text),
     )
 
