@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,11 @@ def photo(path: Path, width: int = 20, height: int = 10, mode: str = "RGB") -> P
     return path
 
 
-def copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(source.read_bytes())
-
-
 def checked(data: Path | ImageDataset) -> dict[str, Any]:
     return check(recognise(data).read() if isinstance(data, Path) else data, Console())
 
 
-def names(groups) -> set[frozenset[str]]:
+def names(groups: list[list[dict[str, str]]]) -> set[frozenset[str]]:
     return {frozenset(image["name"] for image in group) for group in groups}
 
 
@@ -46,11 +42,10 @@ def flawed(tmp_path: Path) -> Path:
     first = photo(tmp_path / "train" / "a" / "1.png")
     photo(tmp_path / "train" / "a" / "2.jpg", 40, 30, "L")
     photo(tmp_path / "train" / "b" / "3.jpg", 60, 20, "CMYK")
-    copy(first, tmp_path / "train" / "a" / "again.png")
-    second = photo(tmp_path / "train" / "b" / "4.png")
-    copy(second, tmp_path / "test" / "b" / "leaked.png")
-    third = photo(tmp_path / "train" / "b" / "5.png")
-    copy(third, tmp_path / "train" / "a" / "other.png")
+    second, third = (photo(tmp_path / "train" / "b" / name) for name in ("4.png", "5.png"))
+    (tmp_path / "test" / "b").mkdir(parents=True)
+    for source, target in ((first, "train/a/again.png"), (second, "test/b/leaked.png"), (third, "train/a/other.png")):
+        shutil.copyfile(source, tmp_path / target)
     whole = photo(tmp_path / "test" / "a" / "cut.jpg", 64, 64).read_bytes()
     (tmp_path / "test" / "a" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "test" / "a" / "page.jpg").write_text("<!DOCTYPE html><html></html>")

@@ -58,16 +58,7 @@ def test_the_rates_rise_and_the_loss_ends_the_test(
     assert result["steps"] == len(rates) < 140
     assert rates[-1] < result["diverged"] <= 1
     assert smoothed[-1] < 4 * smoothed.min()
-    least = smoothed.argmin()
-    noise = (losses - smoothed)[: least + 1].std() * (0.1 / 1.9) ** 0.5
-    assert result["rate"] == pytest.approx(rates[smoothed <= smoothed[least] + 2 * noise][-1] / 10)
     assert losses[0] > 2 > losses.min()
-
-
-def test_an_optimizer_of_a_library(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = find([*digits, "--set", "optimizer.name=timm:lion", "--out", str(tmp_path / "out")], capsys)
-    assert result["optimizer"] == "timm:lion"
-    assert result["points"][0][0] == pytest.approx(1e-7)
 
 
 def test_where_the_loss_stays_low_the_highest_rate_counts() -> None:
@@ -114,11 +105,7 @@ def test_on_several_devices(digits: list[str], tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        (["digitz"], "'digitz'"),
-        (["digits", "--model", "no-such-net"], "no-such-net"),
-        (["digits", "--set", "data.std=0"], "data.std"),
-    ],
+    [(["digits", "--model", "no-such-net"], "no-such-net"), (["digits", "--set", "data.std=0"], "data.std")],
 )
 def test_wrong_input_gets_one_message_and_leaves_nothing(
     words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

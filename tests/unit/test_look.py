@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.analysis.images import augmented
+from flatout.analysis.look import augmented
 from flatout.cli.main import main
 from flatout.engine.augment import epoch_transforms
 
@@ -97,12 +97,3 @@ def test_other_tasks_and_notebooks(task: str):
     assert look.source.task == task
     assert [group.size for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
     assert look._repr_html_().startswith("<div><iframe srcdoc=")
-
-
-def test_thousands_of_classes_are_a_selection():
-    labels = np.concatenate([np.tile(np.arange(1000), 3), np.full(48, 7)])
-    look = flatout.look((np.zeros((3048, 4, 4, 1), np.uint8), labels), model="fast-cnn-16", quiet=True)
-    groups = look.groups()
-    assert len(groups) == 20
-    assert groups[0].name == "7"
-    assert groups[0].size == 51

@@ -1,4 +1,4 @@
-"""`flatout board`: a local web page over all runs of a folder, until Ctrl-C.
+"""`flatout board`: a local web page over all runs of a folder, until Ctrl-C. Nothing is written.
 
 Every request needs the token, in the address or in the cookie that the first request sets, and a Host header of this
 machine, so that no page of another site can read anything. Errors are answered with a message.
@@ -6,208 +6,372 @@ machine, so that no page of another site can read anything. Errors are answered 
 
 import contextlib
 import errno
-import re
+import hashlib
+import json
+import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
-from flatout.analysis.board_runs import (
-    RunStore,
-    StoredPredictions,
-    compare_runs,
-    read_changes,
-    read_stored,
-    run_details,
-)
+from flatout.tasks import task_named
+from flatout.train.run_dir import Holder, holder
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
+from flatout.utils.run_files import METRICS, RECIPE, SUMMARY, WEIGHTS, RunFiles
+from flatout.utils.style import finite
 
 HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 100
 # Time limit of open requests when the server ends.
 GRACE_SECONDS = 1
-LOOK_SECONDS = 1.0
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # A report has its own policy, without access to the board.
-FILE_POLICY = "sandbox allow-scripts allow-popups"
-SERVED = {run_files.REPORT, *run_files.PICTURES}
+REPORT_POLICY = "sandbox allow-scripts allow-popups"
 STATIC = Path(__file__).parent / "static"
 STYLE = Path(report.__path__[0]) / "style.css.j2"
 NO_TOKEN = "This page needs its token: open the address that `flatout board` has printed.\n"
 
+# Maximum depth of runs, and maximum number of folders.
+MAX_DEPTH, MAX_FOLDERS = 5, 20_000
+# A run on another host, whose process cannot be checked, counts as running while it writes at least this often.
+SILENT_SECONDS = 120.0
+# A folder changed this recently may change again with the same time.
+CLOCK_SECONDS = 0.1
+SPARK_POINTS = 32
+# Values of the summary on a run's page, beside those of its row.
+FIGURES = (
+    *("test_count", "valid_count", "input_wait_fraction", "peak_rss_bytes", "peak_device_bytes"),
+    *("verdict", "notes"),
+)
+# Bytes at the end of logs and live metrics that a page receives.
+TAIL_BYTES = 2**19
 
-class Gate:
-    """Refuses requests without the token; the first one with it in the address gets a cookie."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request = Request(scope)
-        # Cookies are shared by all ports of a host.
-        cookie = f"flatout-board-{(scope.get('server') or ('', 0))[1]}"
-        given = request.query_params.get("token", "")
-        response: Response | None = None
-        if request.url.path == "/" and secrets.compare_digest(given.encode(), self.token.encode()):
-            response = RedirectResponse("/", status_code=303)
-            response.set_cookie(cookie, self.token, httponly=True, samesite="lax")
-        elif not secrets.compare_digest(request.cookies.get(cookie, "").encode(), self.token.encode()):
-            response = PlainTextResponse(NO_TOKEN, status_code=403)
-        elif request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and request.url.path != "/":
-            response = PlainTextResponse("Requests from other sites are refused.\n", status_code=403)
-        await (response or self.app)(scope, receive, send)
+Row = dict[str, Any]  # a JSON object
 
 
-class BoardApp:
-    """The handlers of requests; Starlette calls each in a thread."""
+# --- all runs ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, store: RunStore) -> None:
-        self.store = store
-        self._looking, self._looked = threading.Lock(), 0.0
 
-    def routes(self) -> list[Route]:
-        """Return the addresses and their handlers."""
-        handlers = {
-            "/": self._page,
-            "/style.css": self._style,
-            "/api/runs": self._runs,
-            "/api/changes": self._changes,
-            "/api/run": self._details,
-            "/api/compare": self._compare,
-            "/api/answers": self._predictions,
-            "/api/samples": self._samples,
-            "/api/image": self._image,
-            "/api/file": self._file,
+class RunStore:
+    """The runs below a folder, which may appear later.
+
+    Every file of a run is replaced by renaming, which changes the time of its folder. So folders are listed each time,
+    and files are read only where that time is another, or a run was running.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._rows: dict[str, tuple[int | None, Row]] = {}  # by name: the time of the folder, and what it holds
+        self._lock = threading.Lock()
+
+    def path_of(self, run: str) -> Path:
+        """Return the folder of a run that `content` has named; raise InputError for others."""
+        if run not in self._rows:
+            raise InputError(f"{run}: there is no such run in {self.root}")
+        return self.root / run
+
+    def content(self, version: str = "") -> Row:
+        """Return `runs`, `folder`, `exists`, `notes` and their `version`; only that if it is the given one."""
+        with self._lock:
+            rows, count = {}, 0
+            for path, changed, is_run in self._folders():
+                count += 1
+                if is_run:
+                    name = path.relative_to(self.root).as_posix()
+                    before, row = self._rows.get(name, (None, {}))
+                    if before != changed or row["status"] == "running":
+                        row = _row(name, path, changed / 1e9)
+                    is_settled = time.time_ns() - changed > CLOCK_SECONDS * 1e9
+                    rows[name] = (changed if is_settled else None, row)
+            self._rows = rows
+        few = f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs."
+        found = {
+            "folder": str(self.root.absolute()),
+            "exists": self.root.is_dir(),
+            "notes": [few] if count >= MAX_FOLDERS else [],
+            "runs": [row for _, row in rows.values()],
         }
-        return [Route(path, handler) for path, handler in handlers.items()]
+        now = hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+        return {"version": now} | (found if now != version else {})
 
-    def look(self) -> None:
-        """Look for changes, once a second for all readers together."""
-        with self._looking:
-            if time.monotonic() - self._looked >= 0.9 * LOOK_SECONDS:
-                self.store.refresh()
-                self._looked = time.monotonic()
-
-    def _page(self, request: Request) -> Response:
-        return FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
-
-    def _style(self, request: Request) -> Response:
-        return FileResponse(STYLE, media_type="text/css")
-
-    def _runs(self, request: Request) -> Response:
-        version = _number(request, "version") or 0
-        if self.store.is_complete:  # else `look` is still reading, and the page shows what it has found
-            self.look()
-        return JSONResponse(self.store.content(version))
-
-    def _changes(self, request: Request) -> Response:
-        name = request.query_params.get("name", "rank-0.log")
-        if not re.fullmatch(r"rank-[\w.-]+\.log", name):
-            raise InputError(f"{name}: is not a run log")
-        stamps = {key: request.query_params.get(key, "") for key in ("metrics", "live", "log")}
-        return JSONResponse(read_changes(self._path(request), name, stamps))
-
-    def _details(self, request: Request) -> Response:
-        return JSONResponse(run_details(self._path(request)))
-
-    def _compare(self, request: Request) -> Response:
-        return JSONResponse(compare_runs({run: self.store.path_of(run) for run in request.query_params.getlist("run")}))
-
-    def _predictions(self, request: Request) -> Response:
-        return JSONResponse(self._stored(request).summary())
-
-    def _samples(self, request: Request) -> Response:
-        actual, predicted = (_number(request, name) for name in ("actual", "predicted"))
-        return JSONResponse(self._stored(request).samples(actual, predicted))
-
-    def _image(self, request: Request) -> Response:
-        kind, content = self._stored(request).image(_number(request, "index") or 0)
-        return Response(content, media_type=kind, headers={"cache-control": "private, max-age=3600"})
-
-    def _file(self, request: Request) -> Response:
-        name = request.query_params.get("name", "")
-        path = self._path(request) / name
-        if name not in SERVED or not path.is_file():
-            raise InputError(f"there is no {name} in {path.parent}")
-        return FileResponse(path, headers={"content-security-policy": FILE_POLICY, "cache-control": "no-cache"})
-
-    def _path(self, request: Request) -> Path:
-        return self.store.path_of(request.query_params.get("run", ""))
-
-    def _stored(self, request: Request) -> StoredPredictions:
-        return read_stored(self._path(request))
+    def _folders(self) -> Iterator[tuple[Path, int, bool]]:
+        """Yield every folder, its time in nanoseconds, and whether it is a run."""
+        waiting, count = [(self.root, 0)], 0
+        while waiting and count < MAX_FOLDERS:
+            path, depth = waiting.pop()
+            count += 1
+            try:
+                changed = path.stat().st_mtime_ns
+                with os.scandir(path) as entries:
+                    visible = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
+            except OSError:
+                continue
+            # `flatout scale` writes a recipe next to the folders of its runs.
+            has_recipe = RECIPE in visible and run_files.SCALING not in visible
+            is_run = has_recipe or not visible.keys().isdisjoint((METRICS, SUMMARY, WEIGHTS))
+            yield path, changed, is_run
+            if depth < MAX_DEPTH:
+                skipped = (run_files.CHECKPOINTS, run_files.LOGS) if is_run else ()
+                waiting += [(path / n, depth + 1) for n, is_folder in visible.items() if is_folder and n not in skipped]
 
 
-def _number(request: Request, name: str) -> int | None:
-    text = request.query_params.get(name, "")
-    if not text:
+def _row(name: str, path: Path, date: float) -> Row:
+    """Return the figures of a run for the table; `problems` are sentences about missing and damaged files."""
+    process = holder(path)
+    row: Row = {"id": name, "name": path.name or path.resolve().name, "date": date, "spark": []}
+    try:
+        files = run_files.read_run(path, predictions=False)
+    except (InputError, OSError) as error:
+        has_epochs, recipe = any((path / file).exists() for file in (METRICS, SUMMARY)), run_files.read_recipe(path)[1]
+        status = "running" if _is_alive(path, process) else "broken" if has_epochs else "incomplete"
+        problems = [f"{error}."] if status != "running" else []
+        words = {key: str(recipe.get(key) or "") for key in ("job", "model")}
+        return row | words | {"status": status, "problems": problems, "epochs_trained": 0}
+    summary, recipe, status = files.summary, files.recipe, _status(files, process)
+    last = files.metrics[-1] if files.metrics else {}
+    with contextlib.suppress(ValueError):
+        row["date"] = datetime.fromisoformat(summary.get("date") or "").timestamp()
+    row |= {
+        **{key: summary.get(key) for key in ("parameters", "devices")},
+        **_result(files),
+        "images_per_second": summary.get("images_per_second") or last.get("images_per_second"),
+        "train_seconds": summary.get("train_seconds") or sum(finite(e.get("seconds")) or 0.0 for e in files.metrics),
+        "status": status,
+        "problems": _problems(files, status),
+        "job": summary.get("job") or recipe.get("job") or "",
+        "model": recipe.get("model") or "",
+        "note": summary.get("stopped") or "",
+        "epochs": recipe.get("epochs") or summary.get("epochs"),
+        "epochs_trained": len(files.metrics),
+        "folds": len(summary.get("folds") or ()),
+    }
+    return run_files.plain(row)
+
+
+def _result(files: RunFiles) -> Row:
+    """Return the main metric: on test images, else validation images, else of the last epoch; and its history."""
+    task = task_named(files.summary.get("task") or files.recipe.get("task"))
+    metric = task.metric_names[0]
+    found: Row = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
+    for split, values in (
+        (split, values) for split in ("test", "valid") for values in (files.summary, *files.metrics[-1:])
+    ):
+        if (score := finite(values.get(f"{split}_{metric}"))) is not None:
+            found |= {"score": score, "split": split, "loss": finite(values.get(f"{split}_loss"))}
+            break
+    for key in (f"valid_{metric}", f"test_{metric}", f"train_{task.step_metric}"):
+        course = [value for line in files.metrics if (value := finite(line.get(key))) is not None]
+        if course:
+            found["spark"] = [round(value, 4) for value in course[:: max(1, len(course) // SPARK_POINTS)]]
+            break
+    return found
+
+
+def _status(files: RunFiles, process: Holder | None) -> str:
+    if _is_alive(files.run, process):
+        return "running"
+    if not files.summary:
+        return "broken" if (files.run / SUMMARY).is_file() else "incomplete"
+    ended = files.summary.get("stopped") or ""
+    if ended.startswith("failed"):
+        return "failed"
+    return "finished" if not ended or ended.startswith("early stopping") else "stopped"
+
+
+def _is_alive(run: Path, process: Holder | None) -> bool:
+    if process is None:
+        return False
+    if (is_alive := process.is_alive()) is not None:
+        return is_alive
+    files = (METRICS, run_files.LIVE, RECIPE, f"{run_files.LOGS}/rank-0.log")
+    written = [path.stat().st_mtime for name in files if (path := run / name).exists()]
+    return bool(written) and time.time() - max(written) < SILENT_SECONDS
+
+
+def _problems(files: RunFiles, status: str) -> list[str]:
+    missing = dict(files.missing)
+    if status == "running":
+        missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
+    if files.summary.get("folds"):
+        missing.pop(METRICS, None)  # its folds have them
+    return [*missing.values(), *["recipe.toml is damaged: it is not valid TOML."] * (not files.recipe)]
+
+
+# --- one run, and several ---------------------------------------------------------------------------------------------
+
+
+def run_details(path: Path) -> Row:
+    """Return recipe, figures and verdict of a run. A run without an epoch has only its recipe."""
+    try:
+        summary = run_files.read_run(path, predictions=False).summary
+    except InputError:
+        summary = {}
+    return {
+        "folder": str(path.resolve()),
+        "recipe": run_files.read_recipe(path)[0],
+        "figures": {key: run_files.plain(value) for key in FIGURES if (value := summary.get(key)) is not None},
+        "report": (path / run_files.REPORT).is_file(),
+    }
+
+
+def compare_runs(paths: Mapping[str, Path]) -> Row:
+    """Return the metrics of several runs by epoch, and the recipe keys that differ, with their values."""
+    recipes = [_flat(run_files.read_recipe(path)[1]) for path in paths.values()]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    rows = [{"key": key, "values": [recipe.get(key) for recipe in recipes]} for key in keys]
+    return {
+        "metrics": {name: run_files.plain(run_files.read_metrics(path, {})) for name, path in paths.items()},
+        "differences": run_files.plain([row for row in rows if any(v != row["values"][0] for v in row["values"])]),
+    }
+
+
+def _flat(recipe: Row, prefix: str = "") -> Row:
+    found: Row = {}
+    for key, value in recipe.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def read_changes(run: Path, stamps: Mapping[str, str]) -> Row:
+    """Return the lines of the files of a run that have changed: all `metrics`, the last ones of `live` and `log`.
+
+    `stamps` are those of an earlier answer: inode, time and size of each file.
+    """
+    found: Row = {}
+    files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / "rank-0.log"}
+    now: dict[str, str] = {}
+    for name, path in files.items():
+        try:
+            status = path.stat()
+            now[name] = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+            if now[name] != stamps.get(name):
+                found[name] = run_files.read_metrics(run, {}) if name == "metrics" else _last_lines(path)
+        except OSError:
+            continue
+    if "live" in found:
+        found["live"] = [line for text in found["live"] if (line := _object(text))]
+    return {**run_files.plain(found), "stamps": now}
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the complete lines at the end of a growing file."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
+    return lines[1 if start else 0 : -1]
+
+
+def _object(text: str) -> Row | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
         return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise InputError(f"{name} = {text!r}: must be a whole number")
-    return int(text)
+    return line if isinstance(line, dict) else None
 
 
-def _refuse(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404 if isinstance(error, InputError) else 500)
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
-def _fail(request: Request, error: Exception) -> Response:
-    # Unexpected errors are answered by name, and the server continues.
-    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+def _gate(token: str) -> Callable[[Request, RequestResponseEndpoint], Awaitable[Response]]:
+    """Refuse requests without the token; the first one with it in the address gets a cookie."""
+
+    async def answer(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        # Cookies are shared by all ports of a host.
+        cookie, is_page = f"flatout-board-{(request.scope.get('server') or ('', 0))[1]}", request.url.path == "/"
+        if is_page and secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
+            response = RedirectResponse("/", status_code=303)
+            response.set_cookie(cookie, token, httponly=True, samesite="lax")
+            return response
+        if not secrets.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+            return PlainTextResponse(NO_TOKEN, status_code=403)
+        if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and not is_page:
+            return PlainTextResponse("Requests from other sites are refused.\n", status_code=403)
+        return await call_next(request)
+
+    return answer
 
 
 def make_app(store: RunStore, token: str) -> Starlette:
-    """Return the application, which reads the runs when it starts."""
-    board = BoardApp(store)
+    """Return the application; Starlette calls each handler in a thread."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        threading.Thread(target=board.look, daemon=True).start()
-        yield
+    def path_of(request: Request) -> Path:
+        return store.path_of(request.query_params.get("run", ""))
 
-    handlers: dict[Any, Any] = {InputError: _refuse, OSError: _refuse, Exception: _fail}
+    def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
+
+    def style(request: Request) -> Response:
+        return FileResponse(STYLE, media_type="text/css")
+
+    def runs(request: Request) -> Response:
+        return JSONResponse(store.content(request.query_params.get("version", "")))
+
+    def changes(request: Request) -> Response:
+        return JSONResponse(read_changes(path_of(request), request.query_params))
+
+    def details(request: Request) -> Response:
+        return JSONResponse(run_details(path_of(request)))
+
+    def compare(request: Request) -> Response:
+        return JSONResponse(compare_runs({run: store.path_of(run) for run in request.query_params.getlist("run")}))
+
+    def report_of(request: Request) -> Response:
+        path = path_of(request) / run_files.REPORT
+        if not path.is_file():
+            raise InputError(f"{path}: does not exist; flatout report writes it")
+        return FileResponse(path, headers={"content-security-policy": REPORT_POLICY, "cache-control": "no-cache"})
+
+    def refuse(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, status_code=404)
+
+    def fail(request: Request, error: Exception) -> Response:
+        # Unexpected errors are answered by name, and the server continues.
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+
+    handlers: dict[Any, Any] = {InputError: refuse, Exception: fail}
     return Starlette(
-        routes=[*board.routes(), Mount("/static", StaticFiles(directory=STATIC))],
+        routes=[
+            Route("/", page),
+            Route("/style.css", style),
+            Route("/api/runs", runs),
+            Route("/api/changes", changes),
+            Route("/api/run", details),
+            Route("/api/compare", compare),
+            Route("/api/report", report_of),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
-            Middleware(Gate, token=token),
+            Middleware(BaseHTTPMiddleware, dispatch=_gate(token)),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
         ],
         exception_handlers=handlers,
-        lifespan=lifespan,
     )
 
 
 def serve_board(folder: Path, port: int | None, console: Console) -> None:
-    """Show the runs below a folder on a port, or the next free one, until the process is interrupted.
-
-    Raises:
-        InputError: the folder is a file, or no port is free.
-    """
-    import uvicorn
-
+    """Show the runs below a folder on a port, or the next free one, until the process is interrupted."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give the folder that holds the runs")
     with _listen(PORT if port is None else port) as listening:

@@ -1,39 +1,187 @@
-"""`flatout check`: counts, sizes, and unreadable, duplicate and leaked images of a data set."""
+"""`flatout check`: counts, sizes, and unreadable, duplicate and leaked images of a data set.
+
+Shape letters: N images, H height, W width, C channels.
+"""
 
 import hashlib
+import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flatout.analysis.images import EXTREME, Headers, figures, format_sizes, headers_of_arrays, label_of, name_of, scan
 from flatout.data.cache import Progress
-from flatout.data.decode import ImageBytes, ImageHeader, decode_image, read_file, read_header
+from flatout.data.decode import STRICT_PILLOW, ImageBytes, ImageHeader, decode_image, read_file, read_header
+from flatout.data.pixels import BadImage
 from flatout.data.source import ImageDataset, describe
 from flatout.utils.console import aligned
+from flatout.utils.files import printable
+from flatout.utils.host import usable_cores
 
+T = TypeVar("T")
+
+# Images are extreme if one side is this many times the other, or the size this many times the median or less.
+EXTREME = 4.0
 # Classes with fewer training images are listed.
 FEW_IMAGES = 10
 _MAX_LISTED, _MAX_SHAPES = 20, 5
 # Height and width to which files are decoded, and the standard deviation, of 255, below which an image is blank.
 _DECODED, _MIN_CONTRAST = (72, 72), 4.0
+# Files per task of a thread.
+_FILES_AT_ONCE = 16
+
+
+# --- headers, names and labels ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Headers:
+    """Sizes and modes of N images."""
+
+    widths: np.ndarray  # in pixels, int32 [N]; 0 for unreadable images
+    heights: np.ndarray
+    modes: dict[str, int]  # Pillow's mode, or bands and their type -> number of images, the most frequent first
+    unreadable: dict[int, str]  # index -> reason
+
+    def extreme(self) -> np.ndarray:
+        """Return the indices of images with an extreme aspect ratio or size (root of the area), the worst first."""
+        readable = np.flatnonzero(self.widths)
+        if not len(readable):
+            return readable
+        widths, heights = (sides[readable].astype(np.float64) for sides in (self.widths, self.heights))
+        sizes = np.sqrt(widths * heights)
+        usual = np.quantile(sizes, 0.5, method="lower")
+        deviation = np.maximum(np.abs(np.log(widths / heights)), np.abs(np.log(sizes / usual)))
+        found = np.flatnonzero(deviation >= math.log(EXTREME) * (1 - 1e-12))
+        return readable[found[np.argsort(-deviation[found], kind="stable")]]
+
+
+def format_sizes(figures: Mapping[str, Any]) -> list[str]:
+    """Return the widths and heights of `figures` as lines of text."""
+    named = {"width: ": figures["widths"], "height:": figures["heights"]}
+    return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
+
+
+def _range_of(values: np.ndarray) -> dict[str, int] | None:
+    if not len(values):
+        return None
+    found = (values.min(), np.quantile(values, 0.5, method="lower"), values.max())
+    return dict(zip(("smallest", "median", "largest"), map(int, found), strict=True))
+
+
+def _headers_of_arrays(source: ImageDataset) -> Headers:
+    assert source.images is not None
+    count, height, width, channels = source.images.shape
+    modes = {(1, 1): "L", (3, 1): "RGB"}
+    mode = modes.get((channels, source.images.itemsize), f"{channels} x {source.images.dtype}")
+    widths, heights = np.full(count, width, np.int32), np.full(count, height, np.int32)
+    return Headers(widths=widths, heights=heights, modes={mode: count}, unreadable={})
+
+
+def scan(
+    files: Sequence[ImageBytes], inspect: Callable[[ImageBytes], tuple[ImageHeader, T]], report: Progress
+) -> tuple[Headers, dict[int, T]]:
+    """Inspect files on all cores; return their headers, and index -> the other result of `inspect`.
+
+    A file for which `inspect` raises BadImage or OSError is unreadable.
+    """
+
+    def inspect_one(file: ImageBytes) -> tuple[ImageHeader, T] | str:
+        try:
+            return inspect(file)
+        except BadImage as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+
+    def inspect_part(part: range) -> list[tuple[ImageHeader, T] | str]:
+        return [inspect_one(files[i]) for i in part]
+
+    count = len(files)
+    widths, heights = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    modes, unreadable, found = Counter[str](), dict[int, str](), dict[int, T]()
+    parts = [range(start, min(start + _FILES_AT_ONCE, count)) for start in range(0, count, _FILES_AT_ONCE)]
+    with STRICT_PILLOW, ThreadPoolExecutor(usable_cores()) as pool:
+        for part, results in zip(parts, pool.map(inspect_part, parts), strict=True):
+            for i, result in zip(part, results, strict=True):
+                if isinstance(result, str):
+                    unreadable[i] = result
+                else:
+                    header, found[i] = result
+                    widths[i], heights[i] = header.width, header.height
+                    modes[header.mode] += 1
+            report.update(part.stop, count)
+    return Headers(widths=widths, heights=heights, modes=dict(modes.most_common()), unreadable=unreadable), found
+
+
+def read_headers(source: ImageDataset, report: Progress) -> Headers:
+    """Return the headers of all images; files are not read further."""
+    if source.files is None:
+        return _headers_of_arrays(source)
+
+    def read(file: ImageBytes) -> tuple[ImageHeader, None]:
+        return read_header(file if isinstance(file, Path) else read_file(file)), None
+
+    return scan(source.files, read, report)[0]
+
+
+def name_of(source: ImageDataset, index: int) -> str:
+    """Return the name of an image: its file, below the folder of the data, or split[position] in an array."""
+    if source.files is None:
+        split = source.split_of(index)
+        return f"{split}[{index - source.splits[split][0]}]"
+    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
+    return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
+
+
+def label_of(source: ImageDataset, index: int) -> str:
+    """Return the label of an image in words."""
+    label = source.labels[index]
+    if source.task == "regression":
+        return f"{label:g}"
+    if source.task == "multi-label":
+        return "|".join(source.classes[i] for i in label.nonzero()[0]) or "none"
+    return source.classes[label]
+
+
+def dataset_figures(source: ImageDataset, headers: Headers) -> dict[str, Any]:
+    """Return what `check` and `look` both report of a data set: its numbers of images, labels, sizes and modes."""
+    numbers = {}
+    if source.task == "regression":
+        values = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
+        numbers = {split: (part[0], median_low(part), part[-1]) for split, part in values.items()}
+    sides = np.stack([headers.heights, headers.widths], axis=1)[headers.widths > 0]
+    shapes, counts = np.unique(sides, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    return {
+        "kind": source.kind,
+        "path": None if source.path is None else str(source.path),
+        "task": source.task,
+        "images": {split: stop - start for split, (start, stop) in source.splits.items()},
+        "numbers": numbers,
+        "counts": {split: source.class_counts(split) for split in source.splits},
+        "widths": _range_of(sides[:, 1]),
+        "heights": _range_of(sides[:, 0]),
+        "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
+        "modes": headers.modes,
+        "notes": list(source.notes),
+    }
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
 
 
 def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     """Return the contents and the flaws of a data set; every image file is decoded, nothing is changed.
 
-    An image is `{name, split, class_name}`: its file, or split[index] for arrays, and its label in words.
-
-    Returns:
-        Those of `figures`, and:
-        unreadable: `{name, reason}` of the files that cannot be used as images.
-        duplicates: groups of identical images, by bytes for files and by pixels for arrays.
-        across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
-        divided_groups: group -> split -> number of images, for those of `data.group_column` in more than one split.
-        blank: names of images of one brightness.
-        extreme: images of an extreme shape or size, as "name (WIDTHxHEIGHT)".
-        small_classes: class -> number of training images, if small.
+    Images are named by their files below the folder of the data, or as split[index] in arrays. Identical images are
+    those with equal bytes of files, or pixels of arrays.
     """
     headers, inspected = _inspect(source, report)
 
@@ -50,7 +198,7 @@ def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     duplicates = [[sample(i) for i in group] for group in groups.values() if len(group) > 1]
     extreme = sorted(headers.extreme().tolist())
     return {
-        **figures(source, headers),
+        **dataset_figures(source, headers),
         "unreadable": [{"name": name_of(source, i), "reason": reason} for i, reason in headers.unreadable.items()],
         "duplicates": duplicates,
         "across_splits": differing("split"),
@@ -67,8 +215,8 @@ def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int,
     if source.files is not None:
         return scan(source.files, _inspect_file, report)
     assert source.images is not None
-    inspected = {i: (_digest(image.tobytes()), _is_blank(image)) for i, image in enumerate(source.images)}
-    return headers_of_arrays(source.images), inspected
+    inspected = {i: _judge(image.tobytes(), image) for i, image in enumerate(source.images)}
+    return _headers_of_arrays(source), inspected
 
 
 def _inspect_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
@@ -76,28 +224,23 @@ def _inspect_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
     image = decode_image(data, size=_DECODED, channels=header.channels, bits=header.bits, resize="squash")
-    return header, (_digest(data), _is_blank(image))
+    return header, _judge(data, image)
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def _is_blank(image_HWC: np.ndarray) -> bool:
+def _judge(content: bytes, image_HWC: np.ndarray) -> tuple[bytes, bool]:
     # Images of 16 bits often use only a part of their range.
     white = 255 if image_HWC.dtype == np.uint8 else max(1, int(image_HWC.max()))
-    return float(image_HWC.mean(axis=2, dtype=np.float32).std()) < _MIN_CONTRAST / 255 * white
+    is_blank = float(image_HWC.mean(axis=2, dtype=np.float32).std()) < _MIN_CONTRAST / 255 * white
+    return hashlib.blake2b(content, digest_size=16).digest(), is_blank
 
 
 def _divided_groups(source: ImageDataset) -> dict[str, dict[str, int]]:
-    if source.groups is None:
-        return {}
-    counts = {split: Counter(source.groups[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
-    found = {
-        name: {split: of[name] for split, of in counts.items() if name in of}
-        for name in np.unique(source.groups).tolist()
-    }
-    return {name: of for name, of in found.items() if len(of) > 1}
+    """Return group -> split -> number of images, for groups in more than one split."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for split, (start, stop) in source.splits.items():
+        for name, number in Counter([] if source.groups is None else source.groups[start:stop].tolist()).items():
+            found[name][split] = number
+    return {name: found[name] for name in sorted(found) if len(found[name]) > 1}
 
 
 def format_check(result: dict[str, Any]) -> list[str]:

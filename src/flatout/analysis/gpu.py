@@ -1,54 +1,37 @@
 """`flatout plan --gpu`: speed, memory, largest batch and cost on GPUs that are not there.
 
-A step is estimated by a roofline for each operation, with measured efficiencies.
-
-Operations and memory come from a trace (`gpu_trace`), rates from data sheets, and the share of these rates that kernels
-reach from published benchmarks, to which `benchmarks/gpu_estimates.py` fits it.
+A roofline for each operation of a traced step: rates are from data sheets, and the share that kernels reach of them is
+fitted to published benchmarks by `benchmarks/gpu_estimates.py`.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flatout.analysis.roofline import Work
-from flatout.config import Recipe
 from flatout.config.settings import nearest
-from flatout.utils.errors import InputError, first_line
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from flatout.analysis.gpu_trace import Call, Trace
+    from flatout.analysis.plan import Work
 
 
 class Chip(NamedTuple):
-    """A GPU, from its data sheet.
+    """A GPU, from its data sheet."""
 
-    Attributes:
-        half: dense 16-bit TFLOP/s of the tensor cores with 32-bit sums, in float16 and since Ampere in bfloat16.
-        tf32: the same for TF32; 0 if there is none.
-        fp32: TFLOP/s outside of tensor cores.
-        bandwidth: of the memory, in GB/s.
-        memory: in GiB.
-        l2: the cache that all multiprocessors share, in MiB.
-        multiprocessors: on the chip.
-        clock: in GHz, boosted.
-        source: where these figures are published.
-    """
-
-    half: float
-    tf32: float
-    fp32: float
-    bandwidth: float
-    memory: float
-    l2: float
+    half: float  # dense 16-bit TFLOP/s of tensor cores with 32-bit sums: float16, and bfloat16 since Ampere
+    tf32: float  # the same for TF32; 0 if there is none
+    fp32: float  # TFLOP/s outside of tensor cores
+    bandwidth: float  # of the memory, in GB/s
+    memory: float  # in GiB
+    l2: float  # the cache that all multiprocessors share, in MiB
     multiprocessors: int
-    clock: float
-    source: str
+    clock: float  # in GHz, boosted
+    source: str  # where these figures are published
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -127,41 +110,32 @@ HOST_BYTES_PER_SECOND = 12e9
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """What kernels reach of a chip's rates; fitted by `benchmarks/gpu_estimates.py`.
+    """What kernels reach of a chip's rates; fitted by `benchmarks/gpu_estimates.py`."""
 
-    Attributes:
-        depth, width: a product of [m, k] and [k, n] reaches k / (k + depth) n / (n + width) m / (m + width) of the
-            tensor cores' peak.
-        weight_gradient, grouped, grouped_gradient, odd: further factors of convolutions: gradients of weights; groups;
-            gradients in groups that cuDNN has no fast kernels for; channels that are no multiple of 8.
-        attention: of the tensor cores' peak.
-        feed: operations per multiprocessor and clock at which tensor cores reach half of their peak, as they wait for
-            operands.
-        depthwise, depthwise_gradients: of the peak of the CUDA cores, for the forward pass and each gradient.
-        products, stream, reduction, move: of the memory's bandwidth: convolutions and matrix products; elementwise
-            operations and norms; sums, softmax and pooling; copies in another order.
-        issue: bytes per multiprocessor and clock at which half of the bandwidth is reached.
-        cached: an operation whose largest tensor is at most this share of L2 moves half of its bytes through memory.
-        gap: seconds between two kernels.
-    """
-
+    # A product of [m, k] and [k, n] reaches k / (k + depth) n / (n + width) m / (m + width) of the tensor cores' peak.
     depth: float = 7.42
     width: float = 10.2
+    # Further factors of convolutions: gradients of weights; groups; gradients in groups that cuDNN has no fast kernels
+    # for; channels that are no multiple of 8.
     weight_gradient: float = 0.627
     grouped: float = 0.769
     grouped_gradient: float = 0.0568
     odd: float = 0.523
-    attention: float = 0.778
+    attention: float = 0.778  # of the tensor cores' peak
+    # Operations per multiprocessor and clock at which tensor cores reach half of their peak, waiting for operands.
     feed: float = 8192.0
+    # Of the CUDA cores' peak, for the forward pass and each gradient.
     depthwise: float = 0.117
     depthwise_gradients: float = 0.025
+    # Of the memory's bandwidth: convolutions and products; elementwise operations and norms; sums, softmax and pooling;
+    # copies in another order.
     products: float = 0.975
     stream: float = 1.0
     reduction: float = 0.976
     move: float = 0.891
-    issue: float = 42.0
-    cached: float = 0.345
-    gap: float = 1.05e-05
+    issue: float = 42.0  # bytes per multiprocessor and clock at which half of the bandwidth is reached
+    cached: float = 0.345  # with a largest tensor of at most this share of L2, half of the bytes move through memory
+    gap: float = 1.05e-05  # seconds between two kernels
 
 
 FITTED = Efficiencies()
@@ -178,7 +152,7 @@ _TILE, _SPLIT = 128, 2048
 
 
 def chips_named(text: str) -> dict[str, Chip]:
-    """Return the chips of a list such as `h100,rtx4090`. Raises InputError."""
+    """Return the chips of a list such as `h100,rtx4090`."""
     found = {}
     for word in text.split(","):
         name = word.strip().lower()
@@ -200,7 +174,7 @@ def columns(calls: "Iterable[Call]") -> np.ndarray:
 def call_seconds(
     chip: Chip, calls: np.ndarray, e: Efficiencies = FITTED, *, tf32: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds that arithmetic and memory traffic of each call take, without the other."""
+    """Return the seconds that arithmetic and memory traffic of each call would take alone."""
     kind, batch, m, n, k = (calls[field] for field in ("kind", "batch", "m", "n", "k"))
     is_conv = np.isin(kind, _CONVOLUTIONS)
     is_product = is_conv | (kind == "matmul")
@@ -239,17 +213,11 @@ def _fed(peak: float, clocks: float, half_at: float) -> float:
     return peak / (1 + peak / clocks / half_at)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The time of a step, and the shares of it: `tensor cores`, `CUDA cores`, `memory` and `launches`."""
 
     seconds: float
-    shares: Mapping[str, float]
-
-    @property
-    def limit(self) -> str:
-        """What takes longest."""
-        return max(self.shares, key=lambda name: self.shares[name])
+    shares: dict[str, float]
 
 
 def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> StepTime:
@@ -281,28 +249,22 @@ def largest_batch(chip: Chip, small: "Trace", large: "Trace") -> int:
 
 
 def estimate_on_gpus(
-    work: Work, chips: Mapping[str, Chip], price: float | None, *, inference: bool, allow_code: bool
+    work: "Work", chips: Mapping[str, Chip], price: float | None, *, inference: bool, allow_code: bool
 ) -> dict[str, Any]:
-    """Return the estimates in plan.json: a row for each GPU.
-
-    Args:
-        price: the price of one GPU for an hour.
-        inference: predictions instead of training.
-
-    Raises:
-        InputError: the model cannot be traced, the batch does not fit, or the job trains nothing.
-    """
+    """Return the estimates in plan.json: a row for each GPU; `price` is that of one for an hour."""
     if not work.recipe.epochs:
         raise InputError(
             "epochs = 0: the job fits the head to features and trains nothing; --epochs N estimates training, and "
             "--inference --epochs 1 the pass that computes the features"
         )
-    traces = _tracer(work, inference=inference, allow_code=allow_code)
+    from flatout.analysis.gpu_trace import tracer_of, usual_precision
+
+    traces = tracer_of(work, inference=inference, allow_code=allow_code)
     rows, refused = [], []
     for name, chip in chips.items():
         precision = work.recipe.precision
         if precision == "auto":
-            precision = _usual_precision(chip, lambda: traces(False, work.batch), inference=inference)
+            precision = usual_precision(traces, work.batch, inference=inference) if chip.tf32 else "fp32"
         if precision not in chip.precisions:
             raise InputError(f"--gpu {name}: does not compute in {precision}; use --set precision=fp32")
         trace_of = functools.partial(traces, precision == "bf16")
@@ -322,18 +284,7 @@ def estimate_on_gpus(
     return {"estimate": True, "inference": inference, "price_per_gpu_hour": price, "gpus": rows}
 
 
-def _usual_precision(chip: Chip, trace: "Callable[[], Trace]", *, inference: bool) -> str:
-    from flatout.engine.torch.accelerator import BF16_OPERATIONS
-
-    if "tf32" not in chip.precisions:
-        return chip.precisions[0]
-    step = trace()
-    # A training step computes three times as much as its forward pass.
-    operations = sum(call.flops * times for call, times in step.calls.items()) / (2 if inference else 6) / step.batch
-    return "bf16" if operations >= BF16_OPERATIONS else "tf32"
-
-
-def _row(work: Work, name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> dict[str, Any]:
+def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> dict[str, Any]:
     time = step_time(chip, trace, tf32=precision != "fp32")
     image_bytes = math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
     # Images that do not fit on the GPU are copied to it during the step before.
@@ -351,78 +302,8 @@ def _row(work: Work, name: str, chip: Chip, trace: "Trace", precision: str, pric
         "cost": None if price is None else price * job / 3600,
         "memory_bytes": trace.peak_bytes,
         "gpu_memory_bytes": int(chip.memory * 2**30),
-        "limit": "input" if copying > time.seconds else time.limit,
+        "limit": "input" if copying > time.seconds else max(time.shares, key=lambda name: time.shares[name]),
         "shares": time.shares,
         "precision": precision,
         "source": chip.source,
     }
-
-
-def _tracer(work: Work, *, inference: bool, allow_code: bool) -> "Callable[[bool, int], Trace]":
-    """Return a cached function of half precision and batch that traces a step."""
-    import torch
-
-    from flatout.analysis.gpu_trace import trace
-    from flatout.tasks import task_of
-
-    recipe, task = work.recipe, task_of(work.recipe)
-    network, states = _network(work, allow_code), _optimizer_states(recipe)
-
-    @functools.cache
-    def traced(half: bool, batch: int) -> "Trace":
-        labels = task.targets(task.random_labels(np.random.default_rng(0), batch, work.classes))
-        targets = torch.from_numpy(labels).to("meta")
-        shape = (batch, recipe.channels, *recipe.image_sides)
-        try:
-            return trace(
-                network,
-                shape,
-                lambda logits: task.per_sample(logits, targets).mean(),
-                train=not inference,
-                half=half,
-                states=states,
-            )
-        except Exception as error:  # a network may raise anything
-            raise InputError(
-                f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
-                f"{first_line(error)}); flatout bench measures it on a machine with the GPU"
-            ) from error
-
-    return traced
-
-
-def _network(work: Work, allow_code: bool) -> "nn.Module":
-    import torch
-
-    from flatout.models.build import build_model, check_name, create_timm, quiet
-    from flatout.models.layers import freeze, set_dropout
-    from flatout.tasks import task_of
-
-    recipe = work.recipe
-    if not recipe.model.startswith("timm:"):
-        return build_model(recipe, work.classes, allow_code=allow_code).to("meta")
-    check_name(recipe.model)
-    try:
-        with quiet(), torch.device("meta"):
-            network = create_timm(recipe, task_of(recipe).num_outputs(work.classes))
-    except Exception as error:  # so may its constructor
-        raise InputError(
-            f"model = {recipe.model!r}: cannot be built for images of {recipe.image_sides} pixels ({first_line(error)})"
-        ) from error
-    freeze(network, recipe.freeze)
-    set_dropout(network, recipe.dropout)
-    return network
-
-
-def _optimizer_states(recipe: Recipe) -> int:
-    """Return how many numbers the optimizer keeps for each parameter, from a step on a small one."""
-    import torch
-
-    from flatout.engine.optim import build
-
-    parameter = torch.nn.Parameter(torch.zeros(8, 8))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = build(recipe.optimizer, {"weight": parameter}, capturable=False)
-    optimizer.step()
-    kept = optimizer.state[parameter].values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in kept)

@@ -1,22 +1,35 @@
 """The operations and the memory of one step of a network on a GPU, traced on tensors without data.
 
-The step runs on torch's `meta` device: shapes and dtypes are computed, numbers are not, so a trace takes about a second
-on any machine. Two things of CUDA that `meta` lacks are replaced: autocast, and attention as one operation.
+The step runs on torch's `meta` device, which computes shapes and dtypes alone, so a trace takes about a second on any
+machine. Two things of CUDA that `meta` lacks are replaced: autocast, and attention as one operation.
 """
 
+import functools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from flatout.config import Recipe
+from flatout.engine.optim import build
+from flatout.engine.torch.accelerator import BF16_OPERATIONS
+from flatout.models.build import build_model, check_name, create_timm, quiet
+from flatout.models.layers import freeze, set_dropout
+from flatout.tasks import task_of
+from flatout.utils.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from flatout.analysis.plan import Work
 
 # What CUDA's autocast computes in 16 bits and in fp32; other functions take their arguments as they are. Source:
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
@@ -46,24 +59,20 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split
 class Call:
     """The kernel of an operation; equal ones are counted.
 
-    Attributes:
-        kind: `conv`, `depthwise`, each also with `-dgrad` or `-wgrad` (the gradient of images or weights), `matmul`,
-            `attention`, `norm`, `reduction`, `pool`, `move`, `elementwise` or `update`.
-        flops: floating-point operations, two for a multiply-add.
-        bytes, largest: read and written, and those of the largest tensor.
-        batch, m, n, k: a convolution or product is `batch` products of [m, k] and [k, n]; 0 for others.
-        half: whether the result has 16 bits.
+    `kind` is `conv`, `depthwise`, each also with `-dgrad` or `-wgrad` (the gradient of images or weights), `matmul`,
+    `attention`, `norm`, `reduction`, `pool`, `move`, `elementwise` or `update`. A convolution or product is `batch`
+    products of [m, k] and [k, n].
     """
 
     kind: str
-    bytes: int
-    largest: int
-    flops: float = 0.0
+    bytes: int  # read and written
+    largest: int  # bytes of the largest tensor
+    flops: float = 0.0  # two for a multiply-add
     batch: int = 0
     m: int = 0
     n: int = 0
     k: int = 0
-    half: bool = False
+    half: bool = False  # whether the result has 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +94,10 @@ def trace(
     half: bool = True,
     states: int = 1,
 ) -> Trace:
-    """Run a step of a network and record what it does.
+    """Run a step of a network on the device `meta` and record what it does.
 
-    Args:
-        model: on the device `meta`.
-        shape: of the images, [N, C, H, W].
-        loss: from the logits [N, K] to a number.
-        train: forward pass, gradients and update; otherwise the forward pass of evaluation.
-        half: 16-bit autocast; otherwise fp32.
-        states: numbers that the optimizer keeps for each parameter.
+    `shape` is that of the images, [N, C, H, W]; `loss` takes the logits [N, K]; `half` is 16-bit autocast; the
+    optimizer keeps `states` numbers for each parameter. Without `train` it is the forward pass of evaluation.
     """
     recorder = _Recorder()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -244,3 +248,69 @@ def _call(kind: str, tensors: Sequence[torch.Tensor], **figures: Any) -> Call:
     # An expanded tensor is smaller than its shape.
     sizes = [min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors]
     return Call(kind=kind, bytes=sum(sizes), largest=max(sizes), **figures)
+
+
+# --- the step of a job ------------------------------------------------------------------------------------------------
+
+
+def tracer_of(work: "Work", *, inference: bool, allow_code: bool) -> Callable[[bool, int], Trace]:
+    """Return a cached function of half precision and batch that traces a step of a job."""
+    recipe, task = work.recipe, task_of(work.recipe)
+    network, states = _network(work, allow_code), _optimizer_states(recipe)
+
+    @functools.cache
+    def traced(half: bool, batch: int) -> Trace:
+        labels = task.targets(task.random_labels(np.random.default_rng(0), batch, work.classes))
+        targets = torch.from_numpy(labels).to("meta")
+        shape = (batch, recipe.channels, *recipe.image_sides)
+        try:
+            return trace(
+                network,
+                shape,
+                lambda logits: task.per_sample(logits, targets).mean(),
+                train=not inference,
+                half=half,
+                states=states,
+            )
+        except Exception as error:  # a network may raise anything
+            raise InputError(
+                f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
+                f"{first_line(error)}); flatout bench measures it on a machine with the GPU"
+            ) from error
+
+    return traced
+
+
+def usual_precision(traces: Callable[[bool, int], Trace], batch: int, *, inference: bool) -> str:
+    """Return the number format that a run chooses on GPUs since Ampere."""
+    step = traces(False, batch)
+    # A training step computes three times as much as its forward pass.
+    operations = sum(call.flops * times for call, times in step.calls.items()) / (2 if inference else 6) / batch
+    return "bf16" if operations >= BF16_OPERATIONS else "tf32"
+
+
+def _network(work: "Work", allow_code: bool) -> nn.Module:
+    recipe = work.recipe
+    if not recipe.model.startswith("timm:"):
+        return build_model(recipe, work.classes, allow_code=allow_code).to("meta")
+    check_name(recipe.model)
+    try:
+        with quiet(), torch.device("meta"):
+            network = create_timm(recipe, task_of(recipe).num_outputs(work.classes))
+    except Exception as error:  # so may its constructor
+        raise InputError(
+            f"model = {recipe.model!r}: cannot be built for images of {recipe.image_sides} pixels ({first_line(error)})"
+        ) from error
+    freeze(network, recipe.freeze)
+    set_dropout(network, recipe.dropout)
+    return network
+
+
+def _optimizer_states(recipe: Recipe) -> int:
+    """Return how many numbers the optimizer keeps for each parameter, from a step on a small one."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = build(recipe.optimizer, {"weight": parameter}, capturable=False)
+    optimizer.step()
+    kept = optimizer.state[parameter].values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in kept)

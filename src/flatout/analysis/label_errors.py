@@ -1,15 +1,8 @@
-"""`flatout check DATA --labels`: wrong labels, found by out-of-fold predictions.
+"""`flatout check DATA --labels`: wrong labels, found by predictions of networks that were trained on other images.
 
-The images are divided into folds. For each fold a network is trained briefly on the others; all trainings together take
-about as long as one. If the recipe starts from published weights, only the head is trained, on cached features.
-
-The method is confident learning, after Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in
-Dataset Labels" (JAIR 70, 2021, arXiv 1911.00068): how often images of other classes get a label is estimated together
-with which labels these are. The paper counts errors by thresholds on probabilities, which after a short training
-reports many confusions as errors. Here probabilities are calibrated with a bias for each class, and Bayes' rule gives
-the probability that a label is wrong (see `probability_wrong`).
-
-Shape letters: N images, K classes, E errors.
+The method is confident learning (Northcutt, Jiang and Chuang, JAIR 70, 2021, arXiv 1911.00068), with Bayes' rule on
+calibrated probabilities in place of thresholds, which report many confusions after a short training.
+Shape letters: N images, K classes.
 """
 
 import csv
@@ -26,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.analysis.images import label_of, name_of, thumbnails, tile
+from flatout.analysis.check import label_of, name_of
+from flatout.analysis.look import thumbnails, tile
 from flatout.config import Recipe
 from flatout.data.source import DataSource, ImageDataset
 from flatout.inference.calibration import bias_corrected
@@ -66,16 +60,12 @@ class LabelError(NamedTuple):
 
 
 def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
-    """Return the probability that each label is wrong, float64 [N].
+    """Return the probability that each label is wrong, float64 [N], from calibrated probabilities of these labels.
 
     An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is the probability of class k, s the share of
     wrong labels, and r the rate at which images of other classes are labelled k. The label k is wrong with probability
     (1 - c) r / p. Their mean is the next s, until it converges. All classes have the same share: with a weak network,
     shares of single classes would grow until all labels of a class are wrong.
-
-    Args:
-        own_N: p for the given label, calibrated on the labels as they are.
-        labels_N: int64 [N].
     """
     count_K = np.bincount(labels_N)
     own_N, share = np.maximum(own_N, np.finfo(np.float64).tiny), START
@@ -91,13 +81,9 @@ def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
 
 
 def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[LabelError]:
-    """Return the labels that are likely wrong, the most certain first.
+    """Return the labels that are likely wrong, the most certain first, from out-of-fold probabilities.
 
     Only images whose most probable class is another one are errors; it is the suggestion.
-
-    Args:
-        probabilities_NK: float64, of a model that was not trained on the image.
-        labels_N: int64.
     """
     # Images for which a network returned NaN are not judged.
     calibrated_NK = bias_corrected(np.log(np.maximum(np.nan_to_num(probabilities_NK), 1e-7)), labels_N)
@@ -114,14 +100,11 @@ def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[Labe
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelErrors:
-    """Wrong labels of a data set's readable images.
-
-    `probabilities`, float32 [N, K], are those of networks that `recipe` trained on other images.
-    """
+    """Wrong labels of a data set's readable images."""
 
     source: ImageDataset
     errors: list[LabelError]
-    probabilities: np.ndarray
+    probabilities: np.ndarray  # float32 [N, K], of networks that `recipe` trained on other images
     recipe: Recipe
 
     @property
@@ -129,14 +112,14 @@ class LabelErrors:
         """The share of labels that the networks also predict."""
         return float((self.probabilities.argmax(axis=1) == self.source.labels).mean())
 
+    @property
     def remarks(self) -> list[str]:
-        """Return a warning if the suggestions are unreliable."""
-        if self.agreement >= MIN_AGREEMENT:
-            return []
-        return [
+        """A warning if the suggestions are unreliable."""
+        warning = (
             f"The networks agree with only {100 * self.agreement:.0f} % of the labels, so many suggestions are their "
             "mistakes: start from published weights, or train for more epochs."
-        ]
+        )
+        return [warning] * (self.agreement < MIN_AGREEMENT)
 
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
@@ -159,14 +142,9 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
 def find_label_errors(
     recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console
 ) -> LabelErrors:
-    """Train on folds of the data and return the labels that are likely wrong.
+    """Train on folds of the data and return the labels that are likely wrong; run folders are temporary.
 
-    Images of a test split are judged by the networks of all folds, which have not seen them. The recipe of the folds is
-    derived from that of one training; run folders are temporary.
-
-    Raises:
-        InputError: images do not have one class each, or training is impossible with this data and recipe.
-        TrainingFailed: training cannot continue.
+    Images of a test split are judged by the networks of all folds, which have not seen them.
     """
     source = data.read() if isinstance(data, DataSource) else data
     if source.task != "single-label":
@@ -202,7 +180,7 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
     _write_csv(out / SUGGESTIONS, columns, ([row[name] for name in columns] for row in rows))
     write_page(out / PAGE, "labels.html.j2", _content(found, rows))
     share = len(rows) / len(source)
-    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks()]
+    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks]
     shown = rows[:MAX_LISTED]
     lines += [f"  {row['name']}: {row['given']} → {row['suggested']} ({row['confidence']:.3f})" for row in shown]
     lines += [f"  and {len(rows) - MAX_LISTED:,} more"] * (len(rows) > MAX_LISTED)
@@ -234,7 +212,7 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "name": (source.path.name if source.path else "") or source.kind,
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "count": len(rows),
-        "remarks": found.remarks(),
+        "remarks": found.remarks,
         "facts": [
             ("images", f"{len(source):,}"),
             ("share of images", f"{100 * len(rows) / len(source):.1f} %"),
@@ -255,8 +233,8 @@ def write_corrected(source: ImageDataset, changes: Mapping[int, str], path: Path
     rows = []
     for index in range(len(source)):
         given = label_of(source, index)
-        row = [name_of(source, index), changes.get(index, given), source.split_of(index)]
-        rows.append([*row, given if index in changes else ""])
+        before = given if index in changes else ""
+        rows.append([name_of(source, index), changes.get(index, given), source.split_of(index), before])
     _write_csv(path, ["file", "label", "split", "given"], rows)
 
 

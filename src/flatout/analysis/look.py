@@ -1,28 +1,43 @@
-"""`flatout look`: a data set before training: images, counts, sizes, outliers, and model inputs."""
+"""`flatout look`: a data set before training: images, counts, sizes, outliers, and model inputs.
+
+Shape letters: M images, V views, H height, W width, C channels.
+"""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from flatout.analysis import images as pictures
-from flatout.analysis.check import FEW_IMAGES
-from flatout.analysis.images import EXTREME, Headers, format_sizes, label_of, name_of, read_headers, thumbnails, tile
-from flatout.analysis.output import check_free, make_folder
+from flatout.analysis import check_free, make_folder
+from flatout.analysis.check import (
+    EXTREME,
+    FEW_IMAGES,
+    Headers,
+    dataset_figures,
+    format_sizes,
+    label_of,
+    name_of,
+    read_headers,
+)
 from flatout.config import Recipe
-from flatout.data.batches import Split, measure
+from flatout.data.build import bits_of
+from flatout.data.decode import decode_image, read_file, read_header
+from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import DataSource, ImageDataset, describe
-from flatout.engine import pixels
+from flatout.engine import augment, pixels
 from flatout.engine.devices import parse_devices
-from flatout.report.html import framed, page, write_page
+from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, framed, page, thumbnail, write_page
 from flatout.tasks import with_task
 from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve
 from flatout.utils.console import Console
+from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import visible, write_json
 
@@ -37,8 +52,91 @@ SEEN, AUGMENTED, VIEWS, TRIED = 8, 6, 8, 32
 BINS = 24
 
 
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _decoded(
+    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
+) -> list[np.ndarray | None]:
+    """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
+
+    def decode(index: int) -> np.ndarray | None:
+        if source.files is None:
+            assert source.images is not None
+            image = np.asarray(source.images[index : index + 1])
+            return resize_images(image, **how(*image.shape[1:], 8 * image.itemsize))[0]
+        try:
+            content = read_file(source.files[index])
+            header = read_header(content)
+            return decode_image(content, **how(header.height, header.width, header.channels, header.bits))
+        except BadImage:
+            return None
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(decode, indices))
+
+
+def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
+    """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
+
+    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
+        scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
+        size = max(1, round(height * scale)), max(1, round(width * scale))
+        return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}
+
+    return [None if image is None else visible(image) for image in _decoded(source, indices, fitting)]
+
+
+def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
+    """Return an image for a page: a data URI, and whether it is enlarged without interpolation."""
+    if image_HWC is None:
+        return {"image": "", "tiny": False}
+    return {"image": thumbnail(image_HWC), "tiny": max(image_HWC.shape[:2]) < SMOOTH_FROM_PIXELS}
+
+
+def stored_images(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Return the stored form of readable images, [M, H, W, C], as in a pack, and their indices."""
+    bits = recipe.data.bits or bits_of(source)
+    how = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize, "bits": bits}
+    decoded = _decoded(source, indices, lambda *_: how)
+    kept = [i for i, image in zip(indices, decoded, strict=True) if image is not None]
+    images = [image for image in decoded if image is not None]
+    empty = np.empty((0, *recipe.stored_sides, recipe.channels), np.uint8)
+    return np.stack(images) if images else empty, np.array(kept, np.int64)
+
+
+def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
+    """Return augmented readable training images in V epochs, uint8 [M, V, H, W, 1 or 3]."""
+    mean = torch.tensor(recipe.data.mean or [0.5] * recipe.channels)
+    std = torch.tensor(recipe.data.std or [0.25] * recipe.channels)
+    start, stop = source.splits["train"]
+    images, _ = stored_images(source, indices.tolist(), recipe)
+
+    def apply(images: np.ndarray, tables: dict[str, np.ndarray], positions: np.ndarray) -> torch.Tensor:
+        rows = {name: torch.from_numpy(table[positions]) for name, table in tables.items()}
+        batch = torch.from_numpy(np.ascontiguousarray(images))
+        return augment.apply(batch, rows, 1 / (255 * std), -mean / std, recipe.image_sides)
+
+    views = []
+    for epoch in epochs:
+        tables = augment.epoch_transforms(recipe, epoch, stop - start) or {}
+        partners, mix = tables.pop("partner", None), tables.pop("mix", None)
+        batch = apply(images, tables, indices - start)
+        if partners is not None and mix is not None:
+            chosen = partners[indices - start].astype(np.int64)
+            others, kept = stored_images(source, (chosen + start).tolist(), recipe)
+            if len(kept) == len(indices):
+                batch = augment.mix(batch, apply(others, tables, chosen), torch.from_numpy(mix[indices - start]))
+        views.append((batch.permute(0, 2, 3, 1) * std + mean).numpy())
+    shown = np.stack(views, axis=1) * (1.0 if images.itemsize == 1 else 65535 / max(1, int(images.max(initial=0))))
+    return visible((shown * 255).round().clip(0, 255).astype(np.uint8))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
 class Group(NamedTuple):
-    """Images of a class, or of a range of numbers; `chosen` are examples."""
+    """Images of a class, or of a range of numbers, and examples."""
 
     name: str
     size: int
@@ -62,7 +160,7 @@ class Look:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Counts, sizes and outliers as plain values, as in look.json."""
-        source, found = self.source, pictures.figures(self.source, self.headers)
+        source, found = self.source, dataset_figures(self.source, self.headers)
         return {
             **found,
             "shapes": dict(list(found["shapes"].items())[:SHAPES_SHOWN]),
@@ -126,22 +224,23 @@ class Look:
         turns = (group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen))
         indices = list(dict.fromkeys(turns))
         small = dict(zip(indices, thumbnails(source, indices), strict=True))
-        stored, kept = pictures.stored(source, indices[:TRIED], self.recipe)
+        stored, kept = stored_images(source, indices[:TRIED], self.recipe)
         visible_MHWC = visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides))
         seen = [self._tile(i, image) for i, image in zip(kept.tolist(), visible_MHWC, strict=False)]
         views = []
         if self.recipe.augment.is_random and len(kept):
-            recipe = _with_statistics(self.recipe, stored)
-            views = pictures.augmented(source, kept[:AUGMENTED], recipe, range(VIEWS))
+            views = augmented(source, kept[:AUGMENTED], self.recipe, range(VIEWS))
         readable = self.headers.widths > 0
         widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
-        rows = _class_rows(figures)
+        counts, total = figures["counts"], max(1, figures["images"]["train"])
+        rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]
+        rows.sort(key=lambda row: -row[1])
         outliers = self._extreme[:OUTLIERS_SHOWN]
         return {
             "name": (source.path.name if source.path else "") or source.kind,
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
             "total": sum(figures["images"].values()),
-            "facts": _facts(figures, source),
+            "facts": self._facts(),
             "remarks": self.remarks(),
             "task": source.task,
             "groups": [(name, size, [self._tile(i, small[i]) for i in chosen]) for name, size, chosen in groups],
@@ -178,6 +277,16 @@ class Look:
             "recipe": self.recipe.to_toml().strip().split("\n\n"),
         }
 
+    def _facts(self) -> list[tuple[str, str]]:
+        figures, source = self.figures, self.source
+        facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
+        facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
+        if figures["widths"]:
+            facts.append(
+                ("median width × height", " × ".join(str(figures[k]["median"]) for k in ("widths", "heights")))
+            )
+        return [*facts, ("format", source.kind)]
+
     def save(self, out: str | Path) -> Path:
         """Write look.html and look.json into a new or empty folder, and return the page.
 
@@ -195,20 +304,11 @@ class Look:
 
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
-    """Look at what `resolve` finds for a job, data and changes; only the data is downloaded.
-
-    Raises:
-        InputError: see `resolve`.
-    """
+    """Look at what `resolve` finds for a job, data and changes; only the data is downloaded."""
     reasons: list[str] = []
+    accelerated = parse_devices("auto", "torch").is_accelerated
     recipe, found = resolve(
-        job,
-        data,
-        changes,
-        accelerated=parse_devices("auto", "torch").is_accelerated,
-        console=console,
-        explain=reasons.append,
-        fetch=False,
+        job, data, changes, accelerated=accelerated, console=console, explain=reasons.append, fetch=False
     )
     source = found.read() if isinstance(found, DataSource) else found
     headers = read_headers(source, console)
@@ -239,29 +339,6 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
 def format_look(look: Look) -> list[str]:
     """Return the main figures and the remarks as lines of text."""
     return [look.title, *format_sizes(look.figures), *look.remarks()]
-
-
-def _with_statistics(recipe: Recipe, images_MHWC: np.ndarray) -> Recipe:
-    if recipe.data.mean:
-        return recipe
-    count = len(images_MHWC)
-    mean, std = measure(Split(images=images_MHWC, rows=np.arange(count), labels=np.zeros(count, np.int64)))
-    return recipe.override({"data.mean": mean, "data.std": std})
-
-
-def _facts(figures: Mapping[str, Any], source: ImageDataset) -> list[tuple[str, str]]:
-    facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
-    facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
-    if (widths := figures["widths"]) and (heights := figures["heights"]):
-        facts.append(("median width × height", f"{widths['median']} × {heights['median']}"))
-    return [*facts, ("format", source.kind)]
-
-
-def _class_rows(figures: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    counts = figures["counts"]
-    total = max(1, figures["images"]["train"])
-    rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]
-    return sorted(rows, key=lambda row: -row[1])
 
 
 def _histogram(values: np.ndarray) -> list[tuple[float, str]]:

@@ -9,14 +9,17 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flatout import __version__
-from flatout.analysis.output import check_free, default_folder
+from flatout.analysis import check_free, default_folder
 from flatout.analysis.throughput import endless_epochs
 from flatout.config import Recipe
+from flatout.data.source import DataSource, ImageDataset
+from flatout.distributed.world import World
+from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.schedule import scaled_rate
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
@@ -25,11 +28,6 @@ from flatout.utils.console import Console, aligned
 from flatout.utils.errors import TrainingFailed
 from flatout.utils.run_files import write_json
 from flatout.utils.style import shorten
-
-if TYPE_CHECKING:
-    from flatout.data.source import DataSource, ImageDataset
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
 # The decades by which the rate rises, and the steps of the test; the end is lower for optimizers such as Adam, whose
@@ -45,22 +43,12 @@ MIN_DECREASE = 0.02
 MAX_LOSS_SHOWN = 1.25
 
 
-def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
+def find_rate(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
     """Run the test; write lr.json and lr.png; return the former's content.
 
-    Args:
-        recipe, data: see `resolve`.
-        options: how to run; `out` is a new or empty folder, None for a new one under `runs/`.
-
-    Returns:
-        `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value
-        of `optimizer.lr` that yields it (they differ if the recipe scales `lr` to its batch size); both are None if the
-        loss decreased at no rate. `recipe_rate` is the recipe's present rate. `diverged` is the rate at which the test
-        ended early, or None.
-
-    Raises:
-        InputError: the data, the recipe or the folder is wrong.
-        TrainingFailed: not even the first loss is finite, or a rank was lost.
+    `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value of
+    `optimizer.lr` that yields it (they differ if the recipe scales `lr` to its batch size); both are None if the loss
+    decreased at no rate. `diverged` is the rate at which the test ended early.
     """
     check_free(options.out)
     out = options.out or default_folder(f"lr-{recipe.job}")
@@ -69,7 +57,7 @@ def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Option
     return run_on_all_ranks(request, console, _test)
 
 
-def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
+def _test(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
     with set_up(console, world, request) as context:
         recipe = context.recipe
         train = place(context, only_train=True)["train"]
@@ -96,7 +84,7 @@ def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, 
 
 
 def _measure(
-    engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", console: Console
+    engine: Engine, train: DeviceDataset, recipe: Recipe, world: World, console: Console
 ) -> tuple[list[tuple[float, float, float]], float | None]:
     highest = HIGHEST if recipe.optimizer.name in PROPORTIONAL else HIGHEST_ADAPTIVE
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()
@@ -129,7 +117,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     and stable: Howard and Gugger, "Deep Learning for Coders with fastai and PyTorch" (2020), chapter 5.
 
     Losses that differ by less than their noise count as equal: if the loss stays low over decades, its minimum is
-        arbitrary. All arguments have a value for each step; the rates rise.
+    arbitrary. All arguments have a value for each step; the rates rise.
     """
     least = int(np.argmin(smoothed))
     # The first tenth of the steps hardly changes the loss: its median is the loss before training.
@@ -143,7 +131,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
 
 
 def format_lr(result: Mapping[str, Any]) -> list[str]:
-    """Return a table of the findings, as lines; `result` is what `find_rate` returned."""
+    """Return a table of the findings, as lines."""
     rates, _, smoothed = zip(*result["points"], strict=True)
     lowest = int(np.argmin(smoothed))
     table = [["", "learning rate", "smoothed loss"]]

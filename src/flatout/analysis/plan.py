@@ -5,15 +5,21 @@ Steps are compiled or traced for hardware that this machine lacks; see docs/plan
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.analysis import check_free, make_folder
 from flatout.analysis.gpu import chips_named, estimate_on_gpus
-from flatout.analysis.output import check_free, make_folder
-from flatout.analysis.roofline import Work, estimate, parse_topologies
-from flatout.analysis.tpu import compiler_versions, tpu_compiler
+from flatout.analysis.tpu import compiler_versions, estimate_row, parse_topologies, step_compiler
 from flatout.config import Recipe, load_recipe
 from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
+from flatout.data.batches import steps_per_epoch
+from flatout.data.build import bits_of
+from flatout.data.source import ImageDataset
+from flatout.models.build import check_name, default_shape
+from flatout.tasks import with_task
+from flatout.train.recipes import resolve
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import write_json
@@ -24,6 +30,36 @@ PLAN_RESULT = "plan.json"
 LIMITS = {"compute": "compute", "memory": "memory", "interconnect": "links"}
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A complete recipe, the numbers of its training images and classes, and where these are from."""
+
+    recipe: Recipe
+    images: int
+    classes: int
+    about: str
+
+    @property
+    def batch(self) -> int:
+        """Images per step."""
+        return min(self.recipe.batch_size, self.images)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch."""
+        return steps_per_epoch(self.images, self.batch, self.recipe.drop_last)
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Images trained in one epoch."""
+        return self.steps_per_epoch * self.batch if self.recipe.drop_last else self.images
+
+    @property
+    def images_trained(self) -> int:
+        """Images trained in the whole job."""
+        return self.recipe.epochs * self.images_per_epoch
 
 
 def plan(
@@ -41,48 +77,33 @@ def plan(
     out: Path | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Plan a job for topologies or GPUs; write plan.json and return its content.
+    """Plan a job (None if `changes` name a model) for GPUs or TPUs; write plan.json and return its content.
 
-    Args:
-        job: None if `changes` name a model.
-        topologies, gpus: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or names of GPUs.
-        inference: plan predictions instead of training, on GPUs.
-        images, classes: of the training data; None counts them, or uses the published numbers of a built-in job.
-        price: the price of one chip for an hour, in any currency.
-        job, data, changes, allow_code, out: see `fit` and `Options`.
-
-    Raises:
-        InputError: an argument is wrong, or the model cannot be compiled.
-        TrainingFailed: the devices or the compiler failed, or memory was insufficient.
+    `images` and `classes` are those of the training data, which are otherwise counted or published; `price` is that of
+    one chip for an hour, in any currency.
     """
-    if topologies is None and gpus is None:
+    if (topologies is None) == (gpus is None):
         raise InputError(
-            "plan needs --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, --topology "
-            "v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
+            "plan needs either --gpu or --topology: --gpu h100 estimates the job on GPUs that you don't have, "
+            "--topology v5e:2x4 compiles it for TPUs; flatout bench and flatout scale measure it on this machine"
         )
-    if topologies is not None and gpus is not None:
-        raise InputError("--gpu and --topology: give one of them")
-    if price is not None and not (price > 0 and math.isfinite(price)):
-        raise InputError(f"--price {price:g}: must be greater than 0")
     if inference and gpus is None:
         raise InputError("--inference: requires --gpu")
-    for flag, value in (("--images", images), ("--classes", classes)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}: must be at least 1")
+    for flag, value in (("--price", price), ("--images", images), ("--classes", classes)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{flag} {value:g}: must be greater than 0")
     check_free(out)
     chips = chips_named(gpus) if gpus is not None else {}
-    chosen = parse_topologies(topologies) if topologies is not None else []
-    if job is not None:
-        work = find_work(job, data, changes, images, classes, console=console)
-    elif chips and data is None:
-        work = work_of_model(changes, images, classes)
-    else:
-        raise InputError("JOB is missing; only plan --gpu does without one, with --model, --images and --classes")
-    if chips:
+    slices = parse_topologies(topologies) if topologies is not None else []
+    if job is None and (slices or data is not None or "model" not in changes or None in (images, classes)):
+        raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
+    work = find_work(job, data, changes, images, classes, console=console)
+    if gpus is not None:
         planned = estimate_on_gpus(work, chips, price, inference=inference, allow_code=allow_code)
     else:
-        with tpu_compiler(work, allow_code, console) as compile_step:
-            planned = estimate(work, chosen, compile_step, price)
+        compile_step = step_compiler(work, allow_code, console)
+        rows = [estimate_row(work, choice, compile_step(choice), price) for choice in slices]
+        planned = {"estimate": True, "price_per_chip_hour": price, "topologies": rows}
     recipe = work.recipe
     result = {
         "job": recipe.job,
@@ -103,24 +124,8 @@ def plan(
 # --- the work of a job ------------------------------------------------------------------------------------------------
 
 
-def work_of_model(changes: Mapping[str, Any], images: int | None, classes: int | None) -> Work:
-    """Return the work of a model without a job: by default one epoch of SGD with momentum.
-
-    Raises:
-        InputError: the model or the size of the data is missing, or a value is wrong.
-    """
-    from flatout.models.build import check_name, default_shape
-
-    if "model" not in changes or images is None or classes is None:
-        raise InputError("plan needs a JOB, or --gpu with --model NAME, --images N and --classes K")
-    check_name(changes["model"])
-    recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
-    recipe = recipe.override({"optimizer.name": "momentum", **changes})
-    return Work(recipe=recipe, images=images, classes=classes, about="as given")
-
-
 def find_work(
-    job: str,
+    job: str | None,
     data: str | None,
     changes: Mapping[str, Any],
     images: int | None,
@@ -130,11 +135,14 @@ def find_work(
 ) -> Work:
     """Return the recipe and the size of its data: given, counted in the data, or published.
 
-    Raises:
-        InputError: the size is unknown; or see `resolve`.
+    Without a job, the recipe is that of the model in `changes`: by default one epoch of SGD with momentum.
     """
     recipe = None
-    if job in builtin_jobs():
+    if job is None:
+        check_name(changes["model"])
+        recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
+        job, recipe = recipe.job, recipe.override({"optimizer.name": "momentum", **changes})
+    elif job in builtin_jobs():
         recipe = load_job(job).override(changes)
     elif Path(job).suffix == ".toml":
         recipe = load_recipe(Path(job)).override(changes)
@@ -153,11 +161,6 @@ def find_work(
 
 
 def _count(job: str, data: str | None, changes: Mapping[str, Any], console: Console) -> tuple[Recipe, int, int, str]:
-    from flatout.data.build import bits_of
-    from flatout.data.source import ImageDataset
-    from flatout.tasks import with_task
-    from flatout.train.recipes import resolve
-
     recipe, found = resolve(job, data, changes, accelerated=True, console=console)
     source = found if isinstance(found, ImageDataset) else found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
@@ -173,7 +176,7 @@ def _count(job: str, data: str | None, changes: Mapping[str, Any], console: Cons
 
 
 def format_plan(result: Row) -> list[str]:
-    """Return a plan as lines for people; `result` is what `plan` returned."""
+    """Return what `plan` returned as lines."""
     head = (
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"

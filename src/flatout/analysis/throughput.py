@@ -1,32 +1,40 @@
-"""`flatout bench`: how fast the input path, the step and training are, and what limits the job.
-
-The steps that are timed are those of the training loop.
-"""
+"""How fast a job is on this machine, and what limits it: `flatout bench`, and `flatout scale` for several devices."""
 
 import contextlib
 import math
+import re
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import count, cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout import __version__
+from flatout.analysis import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
-from flatout.engine.devices import machine
+from flatout.data.build import load
+from flatout.data.source import DataSource, ImageDataset
+from flatout.distributed.world import World
+from flatout.engine.base import DeviceDataset, Engine
+from flatout.engine.devices import engine_for, machine, parse_devices
+from flatout.inference.run import Run
+from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
-from flatout.utils.console import Console, aligned
-
-if TYPE_CHECKING:
-    from flatout.data.source import DataSource, ImageDataset
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
+from flatout.utils import style
+from flatout.utils.console import Console, aligned, counted, duration
+from flatout.utils.errors import InputError, Stopped, TrainingFailed
+from flatout.utils.files import write_atomically
+from flatout.utils.run_files import RECIPE, SCALING, write_json
+from flatout.utils.style import shorten
 
 # Minimum seconds of the measurement that determines the number of steps of the others.
 RELIABLE_SECONDS = 0.3
@@ -40,15 +48,18 @@ MAX_BATCHES, MAX_BYTES = 64, 1 << 28
 # Training below this share of its limit is reported.
 EFFICIENT = 0.9
 RATES = {"input": "the input path alone", "compute": "the step alone", "training": "training"}
+SCALE_CHART = "scaling.png"
+LAST_LINES = 10  # printed of a run that failed without a message
 
+Row = Mapping[str, Any]
 Steps = Generator[None, None, None]
 
 
 class Timed:
-    """Times steps of an endless sequence, which `engine` runs; all processes take the same ones."""
+    """Times steps of `images` each from an endless sequence; all processes take the same ones."""
 
-    def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
-        self._steps, self._engine, self._world = steps, engine, world
+    def __init__(self, steps: Steps, images: float, engine: Engine, world: World) -> None:
+        self.images, self._steps, self._engine, self._world = images, steps, engine, world
         self.close = steps.close  # ends the threads that read ahead
 
     def seconds(self, steps: int) -> float:
@@ -72,18 +83,15 @@ class Timed:
         self._engine.counts()
 
 
-def endless_epochs(split: "DeviceDataset", recipe: Recipe) -> Iterator[Iterator[Any]]:
+def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[Any]]:
     """Begin one epoch after the other, and yield the inputs of its training steps."""
     for epoch in count():
         split.begin_epoch(epoch)
         yield split.feed(epoch_batches(recipe, split.samples, epoch))
 
 
-def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
-    """Train epoch by epoch as the training loop does, at a learning rate of 0.
-
-    That keeps the weights: random labels could make them diverge.
-    """
+def training(split: DeviceDataset, engine: Engine, world: World, recipe: Recipe) -> Steps:
+    """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
     for epoch in endless_epochs(split, recipe):
         for number, inputs in enumerate(epoch):
             _step(split, world, inputs, number)
@@ -91,41 +99,31 @@ def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: R
         engine.counts()
 
 
-def _training_on(inputs: Sequence[Any], split: "DeviceDataset", world: "World") -> Steps:
+def _training_on(inputs: Sequence[Any], split: DeviceDataset, world: World) -> Steps:
     for number, one in enumerate(cycle(inputs)):
         _step(split, world, one, number)
         yield
 
 
-def _preparing(split: "DeviceDataset", world: "World", recipe: Recipe) -> Steps:
+def _preparing(split: DeviceDataset, world: World, recipe: Recipe) -> Steps:
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
             world.watch.keep_alive()
             yield
 
 
-def _step(split: "DeviceDataset", world: "World", inputs: Any, number: int) -> None:
+def _step(split: DeviceDataset, world: World, inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
     world.watch.report_step(0, number + 1)
 
 
-def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
+def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
     """Measure a job; nothing is written.
 
-    Args:
-        recipe, data: see `resolve`.
-
-    Returns:
-        `input_images_per_second`: batches ordered, read and copied to the devices, without a step.
-        `compute_images_per_second`: steps on the same few batches, which need no input. Augmentation is part of a step.
-        `images_per_second`: both, as in a run. All three are medians; `spread` has minimum and maximum.
-        `efficiency`: the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
-        `decode_images_per_second`: when the pack was built, once. `verdict`: sentences.
-
-    Raises:
-        InputError: the data, the recipe or the devices are wrong.
-        TrainingFailed: a process was lost.
+    The rates are those of batches ordered, read and copied to the devices without a step (`input`), of steps on the
+    same few batches (`compute`, augmentation included), and of both, as in a run. `efficiency` is the last by the lower
+    of the first two, which `limit` names.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         # The devices that suit one epoch suit this measurement, which is about as short.
@@ -134,13 +132,13 @@ def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, c
         return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _bench_on_rank)
 
 
-def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
+def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
     with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
         recipe, engine, pack = context.recipe, context.engine, context.pack
         train = place(context, only_train=True)["train"]
         console.note("measuring for about 20 s")
         timed = _timed_rates(train, engine, world, recipe)
-        for steps, _ in timed.values():
+        for steps in timed.values():
             stack.callback(steps.close)
         rates, communication = _measure_in_turn(timed, engine)
         medians = {name: statistics.median(found) for name, found in rates.items()}
@@ -169,39 +167,32 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
         return {**result, "verdict": _verdict(result)}
 
 
-def _timed_rates(
-    train: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe
-) -> dict[str, tuple[Timed, float]]:
+def _timed_rates(train: DeviceDataset, engine: Engine, world: World, recipe: Recipe) -> dict[str, Timed]:
     images, batch = len(train.samples), recipe.batch_size
     steps = steps_per_epoch(images, batch, recipe.drop_last)
     mean = batch if recipe.drop_last and images >= batch else images / steps
     kept = min(MAX_BATCHES, max(1, MAX_BYTES // (batch * max(1, train.samples.nbytes // images))))
     train.begin_epoch(0)
     batches = list(islice(epoch_batches(recipe, train.samples, 0), kept))
-    inputs = list(train.feed(batches))
+    inputs, fed = list(train.feed(batches)), sum(batch.count for batch in batches) / len(batches)
     return {
-        "input": (Timed(_preparing(train, world, recipe), engine, world), mean),
-        "compute": (
-            Timed(_training_on(inputs, train, world), engine, world),
-            sum(batch.count for batch in batches) / len(batches),
-        ),
-        "training": (Timed(training(train, engine, world, recipe), engine, world), mean),
+        "input": Timed(_preparing(train, world, recipe), mean, engine, world),
+        "compute": Timed(_training_on(inputs, train, world), fed, engine, world),
+        "training": Timed(training(train, engine, world, recipe), mean, engine, world),
     }
 
 
-def _measure_in_turn(
-    timed: Mapping[str, tuple[Timed, float]], engine: "Engine"
-) -> tuple[dict[str, list[float]], float | None]:
-    steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, (one, _) in timed.items()}
+def _measure_in_turn(timed: Mapping[str, Timed], engine: Engine) -> tuple[dict[str, list[float]], float | None]:
+    steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, one in timed.items()}
     rates: dict[str, list[float]] = {name: [] for name in timed}
     spent = dict.fromkeys(timed, 0.0)
     communication = 0.0
     engine.communication_seconds()
     while len(rates["training"]) < ROUNDS and sum(spent.values()) < LIMIT_SECONDS:
-        for name, (one, images) in timed.items():
+        for name, one in timed.items():
             one.take(READ_AHEAD)
             seconds = one.seconds(steps[name])
-            rates[name].append(images / seconds)
+            rates[name].append(one.images / seconds)
             spent[name] += seconds * steps[name]
             communicated = engine.communication_seconds()
             communication += communicated if name == "training" else 0.0
@@ -222,14 +213,12 @@ def _verdict(result: Mapping[str, Any]) -> list[str]:
     reached = f"training reaches {min(efficiency, 1):.0%} of the limit"
     found.append(reached if efficiency >= EFFICIENT else f"{reached}: input and step wait for each other or for cores")
     if communication >= 1 - EFFICIENT:
-        found.append(
-            f"the exchange of gradients takes {communication:.0%} of the time; a larger batch needs fewer of them"
-        )
+        found.append(f"exchanging gradients takes {communication:.0%} of the time; a larger batch needs fewer of them")
     return found
 
 
 def format_bench(result: Mapping[str, Any]) -> list[str]:
-    """Return the table and the verdict, as lines; `result` is what `bench` returned."""
+    """Return the table and the verdict, as lines."""
     table = [[f"images per second on {result['devices']}", "median", "least", "most"]]
     for name, what in RATES.items():
         found = result["spread"][name]
@@ -237,3 +226,206 @@ def format_bench(result: Mapping[str, Any]) -> list[str]:
     if result["decode_images_per_second"]:
         table.append(["decoding, once", f"{result['decode_images_per_second']:,.0f}"])
     return [*aligned(table), "", *result["verdict"]]
+
+
+# --- several choices of devices ---------------------------------------------------------------------------------------
+
+
+def split_specs(text: str) -> list[str]:
+    """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`."""
+    specs = [spec.strip() for spec in re.split(r",(?!\s*\d+\s*(?:,|$))", text)]
+    if not all(specs) or len(set(specs)) < len(specs):
+        raise InputError(f"--devices {text}: a SPEC is empty or named twice; write it as cpu,2xcpu")
+    return specs
+
+
+def scale(
+    job: str, data: str | None, changes: Mapping[str, Any], *, devices: str, out: Path | None, console: Console
+) -> dict[str, Any]:
+    """Train the job on each SPEC of `devices`; write scaling.json and scaling.png; return the former's content."""
+    chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
+    check_free(out)
+    accelerated = all(choice.is_accelerated for choice in chosen.values())
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    # Decoded here, because otherwise only the first run would include decoding.
+    load(found, recipe, cache=True, report=console)
+    console.finish()
+    out = make_folder(out, f"scale-{recipe.job}")
+    title = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
+    write_atomically(out / RECIPE, recipe.to_toml(title).encode())
+    head = {
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "norm")},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "version": __version__,
+    }
+    runs: list[dict[str, Any]] = []
+    ended: str | None = "stopped"
+    try:
+        for spec, choice in chosen.items():
+            runs.append({"devices": spec, "kind": choice.kind, **_run(out, spec, console)})
+        ended = None
+    except (InputError, TrainingFailed) as error:
+        ended = str(error)
+        raise
+    finally:
+        result = {**head, "specs": compare_specs(runs), "ended": ended}
+        write_json(out / SCALING, result)
+    draw_scaling(out / SCALE_CHART, result)
+    return {**result, "out": str(out)}
+
+
+def _run(out: Path, spec: str, console: Console) -> dict[str, Any]:
+    folder = out / re.sub(r"[:,]", "-", spec)
+    console.note(f"{spec}: {folder}")
+    _train(spec, out / RECIPE, folder)
+    run = _figures(folder)
+    rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
+    times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
+    console.note(f"{spec}: {rate}{times}")
+    return run
+
+
+def _train(spec: str, recipe: Path, folder: Path) -> None:
+    """Train in a separate process; raise its error with the SPEC."""
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            # -P: a random.py in the current folder must not be imported.
+            [sys.executable, "-P", "-m", "flatout", "train", str(recipe), "--devices", spec, "--out", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=2 if sys.stderr.isatty() else subprocess.DEVNULL,
+            stderr=errors,
+            # A separate session: Ctrl-C reaches the run only once, through us, and not from the terminal as well.
+            start_new_session=True,
+        )
+        code = _wait(child)
+        errors.seek(0)
+        output = errors.read().decode(errors="replace").strip()
+    if code == 0:
+        return
+    found = re.search(r"^flatout: (.*)", output, re.MULTILINE | re.DOTALL)
+    message = found[1] if found else "\n".join([f"ended with exit code {code}", *output.splitlines()[-LAST_LINES:]])
+    if code == 2:
+        raise InputError(f"{spec}: {message}")
+    if code > 128:
+        raise Stopped(code - 128)
+    raise TrainingFailed(f"{spec}: {message if code > 0 else f'killed by {signal.Signals(-code).name}'}")
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for the run; signals are forwarded to it, and it can finish its checkpoint before this process ends."""
+    stopped: BaseException | None = None
+    while child.returncode is None:
+        try:
+            child.wait()
+        except BaseException as error:
+            child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            stopped = stopped or error
+    if stopped is not None:
+        raise stopped
+    return child.returncode
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    """Return what is compared of a run; None for what was not measured."""
+    run = Run(folder)
+    summary, epochs = run.summary, [line["seconds"] for line in run.epochs]
+    split = "test" if summary["test_count"] else "valid"
+    copied = (
+        *("world_size", "threads_per_rank", "images_trained", "stopped", "runs_on", "images_per_second"),
+        *("train_seconds", "setup_seconds", "wall_seconds", "warmup_seconds", "communication_fraction"),
+        "input_wait_fraction",
+    )
+    return {
+        "folder": folder.name,
+        **{key: summary.get(key) for key in copied},
+        "epoch_seconds": statistics.median(epochs[1:] or epochs),
+        "epoch_seconds_each": epochs,
+        "split": split,
+        **{name: summary.get(f"{split}_{name}") for name in ("accuracy", "correct", "count", "loss")},
+    }
+
+
+def compare_specs(runs: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the runs with `base`, the SPEC of the same kind with the fewest devices, `speed_up` and `efficiency`.
+
+    Speed-up is the ratio of the images per second, None without them; efficiency is the speed-up divided by the ratio
+    of the numbers of devices (processes, on CPUs).
+    """
+    rows = []
+    for run in runs:
+        base = min((other for other in runs if other["kind"] == run["kind"]), key=lambda other: other["world_size"])
+        rate, other = run["images_per_second"], base["images_per_second"]
+        speed_up = rate / other if rate and other else None
+        efficiency = speed_up / (run["world_size"] / base["world_size"]) if speed_up else None
+        rows.append({**run, "base": base["devices"], "speed_up": speed_up, "efficiency": efficiency})
+    return rows
+
+
+def format_scale(result: Row) -> list[str]:
+    """Return the table, a column for each SPEC, as lines."""
+    columns = [_cells(row) for row in result["specs"]]
+    table = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return [*aligned(table), "", f"{result['out']}: {SCALING}, {SCALE_CHART} and a folder for each run"]
+
+
+def _cells(row: Row) -> dict[str, str]:
+    def cell(key: str, text: Callable[[float], str]) -> str:
+        return "-" if row[key] is None else text(row[key])
+
+    threads = _threads(row)
+    return {
+        "devices": row["devices"],
+        "processes x threads": f"{row['world_size']}" + (f" x {row['threads_per_rank']}" if threads else ""),
+        "images per second": cell("images_per_second", "{:,.0f}".format),
+        "speed-up": cell("speed_up", "{:.2f}".format),
+        "efficiency": cell("efficiency", "{:.0%}".format),
+        "  against": row["base"],
+        "time per epoch": cell("epoch_seconds", "{:.3g} s".format),
+        "training time": cell("train_seconds", duration),
+        "  of it warm-up": cell("warmup_seconds", duration),
+        "everything included": cell("wall_seconds", duration),
+        "communication": cell("communication_fraction", "{:.1%}".format),
+        "waiting for input": cell("input_wait_fraction", "{:.1%}".format),
+        f"{row['split']} images right": cell("correct", lambda right: f"{right:,} of {row['count']:,}"),
+    }
+
+
+def _threads(row: Row) -> int | None:
+    """Return the threads of all processes; None on accelerators, where threads do not compute."""
+    return row["world_size"] * row["threads_per_rank"] if row["kind"] == "cpu" and row["threads_per_rank"] else None
+
+
+def draw_scaling(path: Path, result: Row) -> None:
+    """Write a PNG with a bar for each SPEC: on the left images per second, with the ideal; on the right seconds.
+
+    The ideal counts threads where they compute: a process of two threads is compared with two of one.
+    """
+    rows = {row["devices"]: row for row in result["specs"]}
+    title = f"{shorten(result['job'], 40)}: global batch {result['batch_size']}, {counted(result['epochs'], 'epoch')}"
+    figure = style.new_figure(9.0, 3.9, title=title)
+    throughput, time = figure.subplots(1, 2)
+    style.style_panel(throughput, "Images per second")
+    style.draw_bars(throughput, list(rows), [row["images_per_second"] or 0 for row in rows.values()], "{:,.0f}".format)
+    for position, row in enumerate(rows.values()):
+        base = rows[row["base"]]
+        work, base_work = _threads(row) or row["world_size"], _threads(base) or base["world_size"]
+        ideal = (base["images_per_second"] or 0) * work / base_work
+        label = "" if position else "ideal"
+        throughput.hlines(ideal, position - 0.35, position + 0.35, color=style.ORANGE, linewidth=1.5, label=label)
+        times = f"{duration(row['train_seconds'])} of {duration(row['wall_seconds'])}"
+        style.add_label(time, position, row["wall_seconds"], times)
+    style.style_panel(time, "Seconds: training, and everything included")
+    for key, label, colour in (
+        ("wall_seconds", "set-up and the rest", style.FAINT),
+        ("train_seconds", "training", style.RIGHT),
+        ("warmup_seconds", "warm-up", style.ORANGE),
+    ):
+        # Each is a part of the one before.
+        seconds = [row[key] or 0 for row in rows.values()]
+        time.bar(range(len(rows)), seconds, width=0.55, color=colour, label=label if any(seconds) else "")
+    style.name_ticks(time, list(rows))
+    for axes in (throughput, time):
+        style.start_at_zero(axes, headroom=0.25)
+        style.add_legend(axes, loc="upper left", ncols=3)
+    style.write_png(figure, path)

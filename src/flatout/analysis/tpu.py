@@ -1,7 +1,7 @@
-"""A training step compiled for TPUs, for `flatout plan`, in a separate process.
+"""`flatout plan --topology`: a training step compiled for TPUs, and bounds of its speed, memory and cost.
 
-libtpu contains the compiler of every TPU generation and needs no TPU to run it. The compiled program is the one that
-such a TPU would run; memory, work and messages are read off it.
+libtpu contains the compiler of every TPU generation and needs no TPU. Memory, work and messages are read off the
+compiled program, and divided by published peaks.
 """
 
 import contextlib
@@ -9,95 +9,224 @@ import functools
 import hashlib
 import json
 import math
-import multiprocessing
-import multiprocessing.process
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.analysis.roofline import Compile, Topology, Work
+import numpy as np
+
 from flatout.config import Recipe
 from flatout.data.cache import cache_folder
-from flatout.engine.xla.devices import require_compiler
+from flatout.engine.xla.devices import require, require_compiler
+from flatout.models.build import build_model
+from flatout.tasks import task_of
 from flatout.utils.console import Console
-from flatout.utils.errors import InputError, TrainingFailed
+from flatout.utils.errors import InputError
 from flatout.utils.host import installed
 from flatout.utils.run_files import write_json
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Packages whose versions determine the compiler's results.
-_COMPILERS = ("flatout", "torch", "jax", "jaxlib", "torchax", "libtpu")
+    from flatout.analysis.plan import Work
 
-_COLLECTIVE = re.compile(
-    r"= (?P<shape>\(.*?\)|\S+) "
-    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
-)
-_ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
-_BYTES = {"pred": 1, "bf16": 2}
-# The memory that a rejected program needed, as the compiler reports it before and after the memory's layout.
-_REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
+# Figures of chips are as Google publishes them, from the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v5e
+# and its siblings, read in 2026); those of v2 and v3 from Jouppi et al., "A domain-specific supercomputer for training
+# deep neural networks", CACM 63 (7), 2020, table 3. The documentation gives the bandwidth of all links of a chip in
+# both directions together.
 
-
-# --- the compiler's process -------------------------------------------------------------------------------------------
+# Time of one hop between neighbours ("How to Scale Your Model", jax-ml.github.io/scaling-book, chapter on TPUs).
+HOP_SECONDS = 1e-6
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_OLD_FLAT = ("2x2", "4x4", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 
 
-@contextlib.contextmanager
-def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Compile]:
-    """Provide a function that compiles the job's step for a topology, or takes the figures from the cache.
+@dataclass(frozen=True)
+class Generation:
+    """One kind of chip; arithmetic and memory are those of one device, and rates are per second."""
 
-    Python handles no signal while XLA compiles, so that happens in a child process, which can be killed at any time.
-    """
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
-    workers: list[multiprocessing.process.BaseProcess] = []
+    name: str
+    flops: float  # in bfloat16, at most
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float  # of a chip to one neighbour, in one direction
+    ring_side: int  # a row of chips is closed to a ring if its length is a multiple of this
+    slices: tuple[str, ...]  # small ones first
+    cores: int = 1  # XLA devices per chip, which share everything equally
+    config: str = ""  # libtpu's name for a chip whose two cores are used as one device
 
-    def compile_cached(topology: Topology) -> dict[str, Any]:
+
+GENERATIONS = {
+    generation.name: generation
+    for generation in (
+        Generation("v2", 46e12 / 2, 16 * 2**30 / 2, 700e9 / 2, 62e9, 16, _OLD_FLAT, cores=2),
+        Generation("v3", 123e12 / 2, 32 * 2**30 / 2, 900e9 / 2, 82e9, 32, _OLD_FLAT, cores=2),
+        Generation("v4", 275e12, 32 * 2**30, 1200e9, 50e9, 4, _CUBES, config="megacore"),
+        Generation("v5e", 197e12, 16 * 2**30, 819e9, 50e9, 16, _FLAT),
+        Generation("v5p", 459e12, 95 * 2**30, 2765e9, 100e9, 4, _CUBES),
+        Generation("v6e", 918e12, 32 * 2**30, 1638e9, 100e9, 16, _FLAT),
+        Generation("tpu7x", 2307e12 / 2, 192 * 2**30 / 2, 7380e9 / 2, 100e9, 4, _CUBES, cores=2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice of TPU chips: `v5e:2x4` is eight chips in two rows of four."""
+
+    generation: Generation
+    sides: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """As users write it."""
+        return f"{self.generation.name}:{'x'.join(map(str, self.sides))}"
+
+    @property
+    def chips(self) -> int:
+        """The unit of the price."""
+        return math.prod(self.sides)
+
+    @property
+    def devices(self) -> int:
+        """The units that share a batch; a chip may be several."""
+        return self.chips * self.generation.cores
+
+    def message_seconds(self, kind: str, size: float, count: int = 1) -> float:
+        """Return the time of `count` collectives with results of `size` bytes in all on each chip.
+
+        In an all-reduce every byte travels 2 (n - 1) / n times over the links of a chip, all of which work at once, and
+        each message goes twice to the farthest chip (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
+        JPDC 2009). Other kinds take one such round instead of two.
+        """
+        n = self.chips
+        if n == 1:
+            return 0.0
+        rows = [side for side in self.sides if side > 1]
+        # A row of chips is one ring, there and back over its links; where the ends are linked too, it is two.
+        bandwidth = sum(self.generation.link_bandwidth * (2 if self._is_ring(side) else 1) for side in rows)
+        hops = sum(side // 2 if self._is_ring(side) else side - 1 for side in rows)
+        rounds = 2 if kind == "all-reduce" else 1
+        return rounds * ((n - 1) / n * size / bandwidth + count * hops * HOP_SECONDS)
+
+    def _is_ring(self, side: int) -> bool:
+        # Only whole cubes of 4x4x4, or a whole row of a flat pod, have links that close a ring.
+        sides = (side,) if len(self.sides) == 2 else self.sides
+        return all(side % self.generation.ring_side == 0 for side in sides)
+
+
+def parse_topologies(text: str) -> list[Topology]:
+    """Parse topologies such as `v5e:2x4,v5e:4x4`."""
+    found: list[Topology] = []
+    for part in text.split(","):
+        name, _, shape = part.strip().partition(":")
+        if name not in GENERATIONS:
+            raise InputError(f"--topology {part}: unknown TPU generation {name!r}; known are {', '.join(GENERATIONS)}")
+        if shape not in GENERATIONS[name].slices:
+            raise InputError(f"--topology {part}: the slices of {name} are {', '.join(GENERATIONS[name].slices)}")
+        found.append(Topology(GENERATIONS[name], tuple(map(int, shape.split("x")))))
+    if len(set(found)) < len(found):
+        raise InputError(f"--topology {text}: a topology is named twice")
+    return found
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """The compiler's figures of a training step, for each device; without most of them if it does not fit."""
+
+    fits: bool
+    needed_bytes: int  # memory at the peak; 0 if the compiler rejects the program without a number
+    argument_bytes: int = 0  # weights, optimizer state and input
+    temporary_bytes: int = 0  # everything else
+    state_bytes: int = 0  # weights, buffers and optimizer state
+    flops: float = 0.0
+    memory_bytes: float = 0.0  # read from and written to memory
+    collectives: list[dict[str, Any]] = field(default_factory=list)  # kind, count, and bytes of results
+
+
+def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: float | None = None) -> dict[str, Any]:
+    """Return the table row of a topology for which a step was compiled."""
+    chip, padded = choice.generation, -(-work.batch // choice.devices) * choice.devices
+    row: dict[str, Any] = {
+        "topology": choice.name,
+        "chips": choice.chips,
+        "devices": choice.devices,
+        "memory_bytes": chip.memory_bytes,
+        "batch_padded": padded,
+        "padding_fraction": 1 - work.batch / padded,
+        "fits": step.fits,
+        "needed_bytes": step.needed_bytes,
+        "argument_bytes": step.argument_bytes,
+        "temporary_bytes": step.temporary_bytes,
+        "collectives": step.collectives,
+    }
+    if not step.fits:
+        return row
+    seconds = {
+        "compute": step.flops / chip.flops,
+        "memory": step.memory_bytes / chip.memory_bandwidth,
+        "interconnect": sum(choice.message_seconds(c["kind"], c["bytes"], c["count"]) for c in step.collectives),
+    }
+    epoch = max(seconds.values()) * work.steps_per_epoch
+    job = work.recipe.epochs * epoch
+    return row | {
+        "flops": step.flops,
+        "bytes_accessed": step.memory_bytes,
+        "state_bytes": step.state_bytes,
+        "seconds": {**seconds, "step": max(seconds.values())},
+        "limit": max(seconds, key=lambda name: seconds[name]),
+        "images_per_second": work.images_per_epoch / epoch,
+        "epoch_seconds": epoch,
+        "job_seconds": job,
+        "cost": None if price is None else price * choice.chips * job / 3600,
+    }
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[[Topology], CompiledStep]:
+    """Return a function that compiles the job's step for a topology, or takes the figures from the cache."""
+
+    @functools.cache
+    def model() -> "nn.Module":
+        return build_model(work.recipe, work.classes, allow_code=allow_code)
+
+    def compiled(topology: Topology) -> CompiledStep:
         path = _cache_file(work, topology)
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                return json.loads(path.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                return CompiledStep(**json.loads(path.read_text(encoding="utf-8")))
         require_compiler()
         console.note(f"compiling {work.recipe.model}, batch {work.batch:,}, for {topology.name}")
-        # The child inherits the mask, so that Ctrl-C reaches only this process.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        before = multiprocessing.active_children()
-        compiled = pool.submit(_compile, work, allow_code, topology)
-        workers.extend(worker for worker in multiprocessing.active_children() if worker not in before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            figures = compiled.result()
-        except BrokenProcessPool:
-            workers[0].join()
-            raise TrainingFailed(
-                f"the TPU compiler's process ended with code {workers[0].exitcode}; a negative code is a signal, and "
-                "-9 usually means that the host ran out of memory"
-            ) from None
+        recipe = work.recipe.override({"batch_size": work.batch})
+        with _stoppable():
+            # The model before JAX is started, which takes seconds.
+            step = _compile(model(), recipe, devices_of(topology), work.classes)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, figures)
-        return figures
+            write_json(path, asdict(step))
+        return step
 
-    try:
-        yield compile_cached
-    finally:
-        for worker in workers:
-            worker.kill()
-        pool.shutdown(cancel_futures=True)
+    return compiled
 
 
 def compiler_versions() -> dict[str, str]:
     """Return the versions of the packages that determine the compiler's results; empty for one that is missing."""
-    return dict.fromkeys(_COMPILERS, "") | installed(*_COMPILERS)
+    packages = ("flatout", "torch", "jax", "jaxlib", "torchax", "libtpu")
+    return dict.fromkeys(packages, "") | installed(*packages)
 
 
-def _cache_file(work: Work, topology: Topology) -> Path | None:
+def _cache_file(work: "Work", topology: Topology) -> Path | None:
     """Return the cache file of a program's results; None for user code, whose content no name tells."""
     recipe = work.recipe.override({"batch_size": work.batch, "epochs": 1})
     if ":" in recipe.model and not recipe.model.startswith("timm:"):
@@ -106,45 +235,37 @@ def _cache_file(work: Work, topology: Topology) -> Path | None:
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _start() -> None:
-    """Silence the child, since libtpu writes past Python, and end it when its parent ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Silence libtpu, which writes past Python; and end the process at a signal, which Python handles after XLA."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    before, stderr = signal.set_wakeup_fd(wake), os.dup(2)
 
     def end() -> None:
-        parent.join()
-        os._exit(1)
+        if number := os.read(woken, 1)[0]:
+            if number == signal.SIGINT:
+                os.write(stderr, b"flatout: interrupted\n")
+            os._exit(128 + number)
 
-    threading.Thread(target=end, daemon=True).start()
-
-
-# The child builds the model of its job once.
-_models: "list[nn.Module]" = []
-
-
-def _compile(work: Work, allow_code: bool, topology: Topology) -> dict[str, Any]:
-    from flatout.models.build import build_model
-
-    if not _models:
-        # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
-        _models.append(build_model(work.recipe, work.classes, allow_code=allow_code))
-    recipe = work.recipe.override({"batch_size": work.batch})
-    return compile_step(_models[0], recipe, devices_of(topology), work.classes)
-
-
-# --- the compiler -----------------------------------------------------------------------------------------------------
+    watching = threading.Thread(target=end, daemon=True)
+    watching.start()
+    try:
+        with Path(os.devnull).open("w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        signal.set_wakeup_fd(before)
+        os.write(wake, b"\0")
+        watching.join()
+        for number in (woken, wake, stderr):
+            os.close(number)
 
 
 @functools.cache
 def devices_of(topology: Topology) -> list[Any]:
-    """Return JAX's devices of a topology, to compile for.
-
-    Raises:
-        InputError: a package is missing, or the installed libtpu does not know the topology.
-    """
-    from flatout.engine.xla.devices import require
-
+    """Return JAX's devices of a topology, to compile for."""
     require()
     from jax.experimental import topologies
 
@@ -166,29 +287,12 @@ def devices_of(topology: Topology) -> list[Any]:
     return list(described.devices)
 
 
-def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: int = 2) -> dict[str, Any]:
-    """Compile one training step whose images come from the host.
-
-    For images in device memory the compiler would count the whole data set as read in every step.
-
-    Returns:
-        The compiler's figures per device; all but `needed_bytes` are 0 if the program does not fit (`fits`).
-        `needed_bytes`: memory at the peak; 0 if the compiler rejects the program without a number.
-        `argument_bytes`: weights, optimizer state and input; `temporary_bytes`: everything else.
-        `flops`, `memory_bytes`: operations, and bytes read from and written to memory.
-        `seconds`: the compiler's own estimate of the running time, without messages; 0 if it gives none.
-        `collectives`: kind, count and bytes of the results of messages between devices.
-        `state_bytes`: weights, buffers and optimizer state.
-
-    Raises:
-        InputError: the model cannot be compiled.
-    """
+def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: int) -> CompiledStep:
+    """Compile a step whose images come from the host: in device memory, all would count as read in every step."""
     import jax
-    import numpy as np
 
     from flatout.engine.xla.mesh import MeshSharding
     from flatout.engine.xla.program import Program
-    from flatout.tasks import task_of
 
     sharding, task = MeshSharding(devices, recipe.shard), task_of(recipe)
     targets = task.targets(task.random_labels(np.random.default_rng(0), 1, classes))
@@ -202,8 +306,6 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
         target_shape=targets.shape[1:],
     )
     state = program.initial_state()
-    names = ("argument_bytes", "temporary_bytes", "flops", "memory_bytes", "seconds", "state_bytes")
-    figures: dict[str, Any] = {**dict.fromkeys(names, 0), "collectives": []}
     lowered = sharding.lower_step(program, state)
     try:
         compiled = lowered.compile()
@@ -211,24 +313,35 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
         needed = needed_bytes(str(error))
         if needed is None:
             raise
-        return {**figures, "fits": False, "needed_bytes": needed}
+        return CompiledStep(fits=False, needed_bytes=needed)
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text() or ""
     assert memory is not None
     assert cost is not None
     arguments = memory.argument_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    return {
-        "fits": True,
-        "needed_bytes": arguments + temporaries,
-        "argument_bytes": arguments,
-        "temporary_bytes": temporaries,
-        "flops": float(cost.get("flops", 0.0)),
-        "memory_bytes": float(cost.get("bytes accessed", 0.0)),
-        "seconds": max(0.0, float(cost.get("optimal_seconds", 0.0))),
-        "collectives": collectives(text),
-        "state_bytes": sum(array.nbytes for array in jax.tree.leaves(state)),
-    }
+    return CompiledStep(
+        fits=True,
+        needed_bytes=arguments + temporaries,
+        argument_bytes=arguments,
+        temporary_bytes=temporaries,
+        state_bytes=sum(array.nbytes for array in jax.tree.leaves(state)),
+        flops=float(cost.get("flops", 0.0)),
+        memory_bytes=float(cost.get("bytes accessed", 0.0)),
+        collectives=collectives(text),
+    )
+
+
+# --- the program's text -----------------------------------------------------------------------------------------------
+
+_COLLECTIVE = re.compile(
+    r"= (?P<shape>\(.*?\)|\S+) "
+    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
+_BYTES = {"pred": 1, "bf16": 2}
+# The memory that a rejected program needed, as the compiler reports it before and after the memory's layout.
+_REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
 
 
 def collectives(text: str) -> list[dict[str, Any]]:

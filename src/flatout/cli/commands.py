@@ -212,7 +212,7 @@ def _measured_job(
 )
 def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
-    from flatout.analysis.scale import format_scale, scale
+    from flatout.analysis.throughput import format_scale, scale
 
     flags = picked(args, "devices out")
     result = scale(args.job, args.data, changes_of(args), **flags, console=console)
@@ -378,8 +378,8 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
+    from flatout.analysis import check_free, make_folder
     from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
-    from flatout.analysis.output import check_free, make_folder
     from flatout.engine.factory import speeds_on
 
     check_free(args.out)
@@ -403,8 +403,8 @@ def _check_labels(args: Namespace, console: Console) -> Output:
 )
 def do_look(args: Namespace, console: Console) -> Output:
     """Look at images, counts, sizes, outliers and augmentation before training."""
+    from flatout.analysis import check_free, default_folder
     from flatout.analysis.look import format_look, look_at
-    from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
     look = look_at(args.job, args.data, changes_of(args), console)

@@ -27,6 +27,8 @@ DEVICES = f"{LOGS}/devices"
 KNOWN = "known.safetensors"
 # The runs of a cross-validation, in its folder.
 FOLD = "fold-{}"
+# The comparison of the runs in a folder of `flatout scale`.
+SCALING = "scaling.json"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # Types of the values that reports read from the recipe and the summary; each may be missing or null.
 _TYPES: dict[Any, str] = {

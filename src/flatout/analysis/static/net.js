@@ -25,13 +25,13 @@ export async function get(path, values = {}, options = {}) {
   return content;
 }
 
-export const state = { runs: new Map(), notes: [], folder: "", version: 0, complete: false, exists: true };
+export const state = { runs: new Map(), notes: [], folder: "", version: "", exists: true };
 const listeners = new Set();
 export const onRuns = listener => { listeners.add(listener); return () => listeners.delete(listener); };
 
 function take(found) {
   if (!("runs" in found)) return; // nothing has changed
-  for (const key of ["version", "complete", "exists", "notes", "folder"]) state[key] = found[key];
+  for (const key of ["version", "exists", "notes", "folder"]) state[key] = found[key];
   state.runs = new Map(found.runs.map(run => [run.id, run]));
   for (const listener of [...listeners]) listener();
 }
@@ -43,8 +43,8 @@ export async function load() {
 let watched = {}, timer = 0;
 
 /** Asks for changes of all runs, and of the files of one of them, which `news` gets. */
-export function listen(run = null, news = null, name = null) {
-  watched = { run, news, name, stamps: {} };
+export function listen(run = null, news = null) {
+  watched = { run, news, stamps: {} };
   poll();
 }
 
@@ -56,7 +56,7 @@ async function poll() {
   try {
     take(await get("runs", { version: state.version }));
     if (state.runs.has(now.run)) {
-      const found = await get("changes", { run: now.run, name: now.name, ...now.stamps });
+      const found = await get("changes", { run: now.run, ...now.stamps });
       now.stamps = found.stamps;
       if (now === watched && Object.keys(found).length > 1) now.news(found);
     }
@@ -66,7 +66,7 @@ async function poll() {
   }
   if (now !== watched) return;
   clearTimeout(timer);
-  timer = setTimeout(poll, state.complete ? 1000 : 200);
+  timer = setTimeout(poll, 1000);
 }
 
 document.addEventListener("visibilitychange", poll);

@@ -1,12 +1,11 @@
 // The page of one run.
 
-import { bytes, count, date, devices, duration, figure, h, isNumber, literal, message, percent, score, soon } from "./dom.js";
+import { bytes, count, date, devices, duration, figure, h, isNumber, message, percent, score, soon } from "./dom.js";
 import { address, get, listen, onRuns, state } from "./net.js";
 import { RunCurves } from "./curves.js";
-import { predictions } from "./predictions.js";
 import { status } from "./runs.js";
 
-const TABS = [["curves", "Curves"], ["predictions", "Predictions"], ["recipe", "Recipe"], ["log", "Log"]];
+const TABS = [["curves", "Curves"], ["recipe", "Recipe"], ["log", "Log"]];
 const LOG_LINES = 2000;
 
 export function runView(main, id, tab = "curves") {
@@ -15,8 +14,8 @@ export function runView(main, id, tab = "curves") {
   const tabs = h("div", { class: "tabs", role: "tablist" }, TABS.map(([name, title]) =>
     h("button", { role: "tab", id: `tab-${name}`, "data-tab": name, onclick: () => open(name) }, title)));
   const curves = new RunCurves();
-  const log = { lines: [], box: h("pre", { class: "log", tabindex: 0, "aria-label": "Log" }), name: "rank-0.log" };
-  let details = null, opened = "", close = () => {};
+  const log = { lines: [], box: h("pre", { class: "log", tabindex: 0, "aria-label": "Log" }) };
+  let details = null, opened = "";
   const address_ = name => `#/run/${encodeURIComponent(id)}/${name}`;
   const draw = soon(() => { header(); if (opened === "curves") curves.draw(); });
 
@@ -43,10 +42,10 @@ export function runView(main, id, tab = "curves") {
     try {
       details = await get("run", { run: id }, { signal: abort.signal });
     } catch (error) {
-      if (error.name !== "AbortError") details = { error: error.message, figures: {}, flat: {}, recipe: "", logs: [], pictures: [] };
+      if (error.name !== "AbortError") details = { error: error.message, figures: {}, recipe: "" };
     }
     draw();
-    if (["recipe", "log"].includes(opened)) open(opened, true);
+    if (opened === "recipe") open(opened, true);
   }
 
   function news(found) {
@@ -85,7 +84,7 @@ export function runView(main, id, tab = "curves") {
     head.replaceChildren(
       h("a", { class: "back", href: "#/" }, "All runs"),
       h("div", { class: "title" }, h("h1", {}, run.name, " ", h("span", { class: "quiet" }, [run.job, run.model].filter((part, i, all) => part && all.indexOf(part) === i).join(" · "))), status(run),
-        details?.pictures?.includes("report.html") ? h("a", { class: "button", href: address("file", { run: id, name: "report.html" }), target: "_blank", rel: "noopener" }, "Report") : null),
+        details?.report ? h("a", { class: "button", href: address("report", { run: id }), target: "_blank", rel: "noopener" }, "Report") : null),
       ...(run.problems || []).map(text => h("p", { class: "stopped" }, text)),
       ...(run.note ? [h("p", { class: "stopped" }, run.note)] : []),
       ...(run.status === "running" ? [progress(run)] : []),
@@ -109,8 +108,6 @@ export function runView(main, id, tab = "curves") {
     if (name === opened && !again) return;
     if (!again) history.replaceState(null, "", address_(name));
     opened = name;
-    close();
-    close = () => {};
     for (const button of tabs.children) {
       button.setAttribute("aria-selected", button.dataset.tab === name);
       button.tabIndex = button.dataset.tab === name ? 0 : -1;
@@ -118,9 +115,8 @@ export function runView(main, id, tab = "curves") {
     panel.setAttribute("aria-labelledby", `tab-${name}`);
     if (name === "curves" && state.runs.get(id).folds) panel.replaceChildren(folds());
     else if (name === "curves") { panel.replaceChildren(curves.element, verdict()); curves.draw(); }
-    if (name === "predictions") close = predictions(panel, id, abort.signal);
     if (name === "recipe") recipe();
-    if (name === "log") { panel.replaceChildren(logTools(), log.box); drawLog(); }
+    if (name === "log") { panel.replaceChildren(h("p", { class: "quiet" }, "The last lines of logs/rank-0.log, as they are written."), log.box); drawLog(); }
   }
 
   function folds() {
@@ -145,30 +141,9 @@ export function runView(main, id, tab = "curves") {
 
   function recipe() {
     if (!details) { panel.replaceChildren(h("p", { class: "quiet" }, "Reading …")); return; }
-    const others = [...state.runs.values()].filter(run => run.id !== id && run.job === state.runs.get(id)?.job).sort((a, b) => b.date - a.date);
-    const place = h("div", {});
-    const pick = h("select", { "aria-label": "Compare the recipe with another run", onchange: async event => {
-      if (!event.target.value) return place.replaceChildren();
-      const { differences } = await get("compare", { run: [id, event.target.value] });
-      place.replaceChildren(differences.length ? h("table", { class: "plain" },
-        h("thead", {}, h("tr", {}, ["key", "this run", event.target.value].map(text => h("th", { scope: "col" }, text)))),
-        h("tbody", {}, differences.map(row => h("tr", {}, h("td", {}, h("code", {}, row.key)), row.values.map(value => h("td", {}, literal(value)))))))
-        : h("p", { class: "quiet" }, "The recipes are equal."));
-    } }, h("option", { value: "" }, "Differences to another run …"), others.map(run => h("option", { value: run.id }, run.id)));
     panel.replaceChildren(
-      h("div", { class: "tools" }, h("p", { class: "quiet" }, "Complete: ", h("code", {}, `flatout train ${details.folder}/recipe.toml`), " repeats the run."), others.length ? pick : null),
-      place, h("pre", { class: "recipe" }, (details.recipe || "There is no recipe.toml.").trim().split(/\n\n(?=\[)/).map(part => h("span", {}, `${part}\n\n`))));
-  }
-
-  function logTools() {
-    const names = details?.logs || [];
-    return h("div", { class: "tools" }, h("p", { class: "quiet" }, `The last lines of ${log.name}, as they are written.`),
-      names.length > 1 ? h("select", { "aria-label": "Log of", onchange: event => {
-        log.name = event.target.value;
-        log.lines = [];
-        listen(id, news, log.name);
-        open("log", true);
-      } }, names.map(name => h("option", { selected: name === log.name }, name))) : null);
+      h("div", { class: "tools" }, h("p", { class: "quiet" }, "Complete: ", h("code", {}, `flatout train ${details.folder}/recipe.toml`), " repeats the run.")),
+      h("pre", { class: "recipe" }, (details.recipe || "There is no recipe.toml.").trim().split(/\n\n(?=\[)/).map(part => h("span", {}, `${part}\n\n`))));
   }
 
   function drawLog() {
@@ -188,5 +163,5 @@ export function runView(main, id, tab = "curves") {
     open(next);
     document.getElementById(`tab-${next}`).focus();
   }
-  return { keys, close: () => { abort.abort(); stop(); verdict.stop?.(); close(); curves.close(); } };
+  return { keys, close: () => { abort.abort(); stop(); verdict.stop?.(); curves.close(); } };
 }

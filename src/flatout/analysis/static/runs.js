@@ -178,7 +178,6 @@ export function runsView(main) {
 
   function nothing(all) {
     if (all) return message("No run matches", "Change the search or the filters above.");
-    if (!state.complete) return message("Reading the runs …");
     const first = state.exists ? "There are no runs in this folder yet." : "This folder does not exist yet.";
     return h("div", { class: "empty" }, h("h2", {}, "No runs"), h("p", {}, first, " They appear here as soon as one starts, for example with"),
       h("pre", {}, `flatout train digits --out "${state.folder}/first"`));

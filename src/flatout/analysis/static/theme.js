@@ -33,10 +33,10 @@
         dispatchEvent(new Event("theme"));
       });
     },
-    /** Calls `draw` after the colours have changed, until the signal. */
-    watch(draw, signal) {
-      addEventListener("theme", draw, { signal });
-      matchMedia(DARK).addEventListener("change", draw, { signal });
+    /** Calls `draw` after the colours have changed. */
+    watch(draw) {
+      addEventListener("theme", draw);
+      matchMedia(DARK).addEventListener("change", draw);
     },
   };
 }
