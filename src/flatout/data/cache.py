@@ -1,7 +1,6 @@
 """The cache of packs, downloads and compiled programs: keys, locks and the size limit.
 
-Packs, downloads by URL and unpacked archives are folders called KEY, with KEY.partial and KEY.lock next to them while
-they are made.
+Packs, downloads and unpacked archives are folders called KEY, with KEY.partial and KEY.lock next to them while made.
 """
 
 import contextlib
@@ -45,10 +44,10 @@ class Progress(Protocol):
     """Shows progress to the user."""
 
     def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Show the progress; called often."""
+        ...
 
     def note(self, text: str) -> None:
-        """Show one sentence."""
+        ...
 
 
 class NotWritable(InputError):
@@ -68,11 +67,7 @@ def cache_folder() -> Path:
 
 
 def limit_bytes(folder: Path) -> int:
-    """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity.
-
-    Raises:
-        InputError: FLATOUT_CACHE_LIMIT is not a size.
-    """
+    """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity."""
     text = os.environ.get(LIMIT, "").strip()
     if not text:
         return int(_LIMIT_SHARE * shutil.disk_usage(folder).total)
@@ -99,11 +94,7 @@ def temporary_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
-    """Lock a folder to be made, waiting with a note while another process has the lock; it ends with the process.
-
-    Raises:
-        NotWritable: the folder around it cannot be written.
-    """
+    """Lock a folder to be made, waiting with a note while another process has the lock; it ends with the process."""
     path = target.with_name(target.name + ".lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,12 +121,7 @@ def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
 
 @contextlib.contextmanager
 def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
-    """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it.
-
-    Raises:
-        DiskFull: see `disk_full` for the arguments.
-        NotWritable: the folder around it cannot be written.
-    """
+    """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it."""
     folder = target.with_name(target.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)  # of a killed process
     try:
@@ -165,7 +151,7 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """List the cache, least recently used first. Other processes may change entries concurrently."""
+    """List the cache, least recently used first."""
     folder = folder or cache_folder()
     kinds = (*_DESCRIPTIONS, "downloads")
     paths = [path for path in folder.glob("*") if path.name not in kinds]
@@ -246,17 +232,10 @@ def combined_digest(parts: Iterable[bytes]) -> str:
 
 
 def digest_files(paths: Sequence[object], *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
-    """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
+    """Yield the digest of each file's content, read on all cores; one that cannot be read has the digest of the reason.
 
-    Args:
-        paths: of type `Path`; for images in containers, pass the containers.
-        memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
-            unchanged, none is read again. If it is not writable, everything is read.
-        report: receives the number of parts read.
-
-    Returns:
-        A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
-        reported when it is decoded.
+    `memo` is a folder that stores the digests: while size, inode, mtime and ctime of all files are unchanged, none is
+    read again.
     """
     names, now_ns = [os.path.abspath(path) for path in paths], time.time_ns()  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
     stamps = list(map(_stamp, names))

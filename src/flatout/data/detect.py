@@ -49,7 +49,6 @@ _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_patt
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a path is a pack, a folder of decoded images."""
     return (path / "pack.json").is_file()
 
 
@@ -59,9 +58,6 @@ def recognise(
     """Recognise the data at a path, or `sklearn:digits`, without reading the images.
 
     `report` shows the progress of unpacking an archive, when its images are read.
-
-    Raises:
-        InputError: the path does not exist or has no known format.
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:

@@ -87,10 +87,6 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
 
     The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
     the files that are complete. Of several processes, one downloads.
-
-    Raises:
-        InputError: the source cannot be read, has changed during the download, or the cache cannot be written.
-        DiskFull: the disk is full.
     """
     shown, (scheme, _, rest) = _without_query(url), url.partition("://")
     if scheme not in (*_WEB, *_STORES) or not rest.strip("/"):
@@ -158,11 +154,9 @@ class _Shown(Callback):
         self._total, self._report = max(1, total // 10**6), report
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Shown":
-        """Return the callback of one file."""
         return self
 
     def relative_update(self, inc: int = 1) -> None:
-        """Count bytes."""
         self.value += inc
         self._report.update(self.value // 10**6, self._total, "MB")
 
@@ -171,11 +165,7 @@ class _Shown(Callback):
 
 
 class _Server:
-    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages.
-
-    Raises:
-        InputError: a package is missing.
-    """
+    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages."""
 
     def __init__(self, url: str) -> None:
         self.url, self.shown = url, _without_query(url)
@@ -216,11 +206,7 @@ class _Server:
         return {"client_kwargs": client}
 
     def list_files(self) -> tuple[str, list[_RemoteFile]]:
-        """Return the name of the data in the folder of its download, and its files.
-
-        Raises:
-            InputError: nothing is there, the server refuses, or the names are unsafe.
-        """
+        """Return the name of the data in the folder of its download, and its files."""
         if "{" in self.url:
             # Shards: the names begin with the first folder that has braces.
             base = self.url.partition("{")[0]
@@ -271,7 +257,6 @@ class _Server:
         return name
 
     def get(self, files: Sequence[_RemoteFile], folder: Path, shown: _Shown) -> None:
-        """Download files, several at once."""
         system: Any = self._system
         if not system.async_impl:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
@@ -282,7 +267,6 @@ class _Server:
             system.get(remote, local, callback=shown, batch_size=_CONNECTIONS)
 
     def get_file(self, path: Path) -> None:
-        """Download the file that the URL names."""
         with self.errors(self.url):
             self._system.get_file(self.url, str(path))
 
@@ -394,15 +378,7 @@ def where_to_get(job: str) -> str:
 
 
 def download_public(data: PublicData, folder: Path, note: Callable[[str], None]) -> Path:
-    """Download the files that are missing or damaged into a folder, and return the folder.
-
-    Every mirror is tried in turn. A file is renamed to its final name once complete with the right MD5. A second
-    process waits and finds the files. `note` gets a line for each file.
-
-    Raises:
-        InputError: a file could not be downloaded from any mirror or not be written.
-        DiskFull: the disk is full.
-    """
+    """Download the files that are missing or damaged into a folder; every mirror is tried in turn."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = lock(folder / ".download.lock")

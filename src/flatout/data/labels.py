@@ -82,11 +82,7 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
 
 
 def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
-    """Find the file of class names: the one given, else the first of these names in the folder.
-
-    Raises:
-        InputError: the given file does not exist.
-    """
+    """Find the file of class names: the one given, else the first of these names in the folder."""
     if not given:
         return next((path for name in names if (path := folder / name).is_file()), None)
     path = Path(given).expanduser()
@@ -96,11 +92,7 @@ def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
-    """Read the class names of a text file, one per line; the first is class 0.
-
-    Raises:
-        InputError: the file cannot be read, is empty, or has a blank line or the same name twice.
-    """
+    """Read the class names of a text file, one per line; the first is class 0."""
     try:
         lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -117,8 +109,7 @@ def read_class_list(path: Path) -> tuple[str, ...]:
 def _split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split a class list into the labels used by the data, and the class names.
 
-    Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
-    ids.
+    Both are the lines, unless every line is an id and a name (`n01440764 tench`) and the labels in use are ids.
     """
     pairs = {match[1]: match[2] for line in lines if (match := _ID_AND_NAME.fullmatch(line))}
     if len(pairs) < len(lines) or set(lines).issuperset(used) or not pairs.keys() >= set(used):
@@ -147,17 +138,9 @@ def read_labels(
 ) -> Labels:
     """Interpret the labels of all splits, which follow each other in the result.
 
-    Args:
-        splits: split -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K]; a list of numbers, texts or lists of
-            several labels; or `DistinctLabels` of those.
-        where, subject: begin messages about all labels of a split, and of all splits ("list.csv: column 'price'").
-        locate: `locate(split, index)` begins messages about one label ("labels.csv: line 7").
-        names, class_list: class names, or a file of them, if known; a label is then a name or an index.
-        task: a task's name, or auto to infer it from the labels.
-
-    Raises:
-        InputError: a label is unknown, negative, empty or does not fit the task (ten are listed), or it is unclear what
-            the labels are.
+    `splits` are name -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K]; a list of numbers, texts or lists of
+    several labels; or `DistinctLabels` of those. `where` and `subject` begin messages about all labels of a split, and
+    of all splits; `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
     """
     parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
     kinds = {"rows" if isinstance(part, np.ndarray) else part.values.dtype.kind.replace("f", "i") for part in parts}

@@ -1,10 +1,7 @@
 """A decoded data set: a folder of plain NumPy files that can be memory-mapped.
 
-images.npy  uint8 or uint16 [N, H, W, C]
-labels.npy  int64 [N]; multi-label uint8 [N, K], regression float32 [N]
-pack.json   description and settings, with CRC-32s of blocks of rows, of the labels, and of itself
-
-They are written block by block, checked when opened, and shared with the other processes of the host.
+`images.npy` uint8 or uint16 [N, H, W, C]; `labels.npy` int64 [N], multi-label uint8 [N, K], regression float32 [N];
+`pack.json` description and settings, with CRC-32s of blocks of rows, of the labels, and of itself.
 """
 
 import contextlib
@@ -107,20 +104,15 @@ class Pack:
 
     @property
     def bits(self) -> int:
-        """Bits per pixel and channel, 8 or 16."""
         return 8 * self.images.itemsize
 
     def describe(self) -> str:
-        """Return one line about the data."""
         return describe(self.kind, self.classes, self.splits, self.task)
 
     def labels_among(self, classes: tuple[str, ...], where: Any) -> np.ndarray:
         """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
 
         `where` is the data as the user named it.
-
-        Raises:
-            InputError: a class of the pack is not among them.
         """
         if unknown := [name for name in self.classes if name not in classes]:
             place = where if isinstance(where, str | Path) else "the data"
@@ -157,9 +149,8 @@ def write_images(
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores.
 
-    Ordinary writes are used: with a memory map, a full disk would kill the process, and the pages would count as its
-    memory. Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which
-    `fill` returns and which are left out.
+    Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
+    returns and which are left out.
     """
     import torch
 
@@ -246,11 +237,7 @@ def _json_crc32(description: dict[str, Any]) -> int:
 
 
 def open_pack(folder: Path, verify: bool = True) -> Pack:
-    """Open a pack; `verify` checks the CRCs of the images (up to 2 GiB all, beyond that evenly spaced blocks).
-
-    Raises:
-        InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
-    """
+    """Open a pack; `verify` checks the CRCs of the images (up to 2 GiB all, beyond that evenly spaced blocks)."""
     file = folder / DESCRIPTION
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
@@ -346,7 +333,6 @@ class SharedPack:
     in_memory: bool = False
 
     def open(self) -> Pack:
-        """Return the pack, its images mapped."""
         images = map_images(self.images)
         # A plain array is read through the map, a `memmap` from the file.
         return replace(self.pack, images=np.asarray(images) if self.in_memory else images)

@@ -1,7 +1,6 @@
 """ZIP and tar archives: unpacked once into the cache, with limits against hostile ones.
 
-Only regular files and folders are written, below the folder of the archive; links, devices, repeated names and
-decompression bombs are refused.
+Only regular files and folders are written, below the folder of the archive.
 """
 
 import bz2
@@ -46,7 +45,6 @@ _DAMAGE = (
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a path has the name of a ZIP or tar archive."""
     return path.name.lower().endswith(_SUFFIXES) and path.is_file()
 
 
@@ -66,12 +64,7 @@ class UnpackedArchive:
 
 
 def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
-    """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists.
-
-    Raises:
-        InputError: the archive is damaged, empty, or has refused members; the cache cannot be written.
-        DiskFull: the disk is too full for the content.
-    """
+    """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists."""
     report, status = report or Console(), path.stat()
     known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
@@ -156,9 +149,6 @@ def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, 
 
     `tarfile` mistakes a damaged header, or a truncation between two members, for the end of the archive. A real end has
     a block of zeros.
-
-    Raises:
-        InputError: the archive is damaged, cut off, or holds links, devices or sparse files.
     """
     with reading(path):
         stream = LimitedStream(file, path)
@@ -193,7 +183,6 @@ class LimitedStream(io.RawIOBase):
         self._file, self._path, self._compressed = file, path, path.stat().st_size
 
     def read(self, size: int = -1) -> bytes:
-        """Read up to `size` bytes; raises InputError."""
         if not 0 <= size <= _READ_BYTES:
             raise InputError(f"{self._path}: is damaged (a header of {size:,} bytes); get it again")
         self.last = self._file.read(size)
@@ -201,13 +190,11 @@ class LimitedStream(io.RawIOBase):
         return self.last
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position; raises InputError."""
         assert whence == io.SEEK_SET
         refuse_bomb(self._path, self._compressed, position)
         return self._file.seek(position)
 
     def tell(self) -> int:
-        """Return the position."""
         return self._file.tell()
 
 
@@ -221,13 +208,13 @@ def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed with gzip, bzip2 or xz; raises OSError."""
+    """Whether a file is compressed with gzip, bzip2 or xz."""
     return _opener(path) is not None
 
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that may be compressed with gzip, bzip2 or xz; raises OSError."""
+    """Open a file that may be compressed with gzip, bzip2 or xz."""
     with (_opener(path) or open)(path, "rb") as stream:
         yield stream
 
