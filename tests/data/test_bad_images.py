@@ -49,41 +49,27 @@ def test_a_jpeg_with_lost_pixels_is_refused(tmp_path):
     assert found
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "is empty"),
-        (b"\n<!DOCTYPE html><html><body>404</body></html>", "is HTML, XML or SVG, not an image"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS, not an image: run git lfs pull"),
-        (b"<?xml version='1.0'?><svg/>", "is HTML, XML or SVG, not an image"),
-        (b"PK\3\4 and so on", "is not an image of a known format (it begins with b'PK\\x03\\x04 and')"),
-    ],
-)
-def test_what_is_not_an_image_is_refused(tmp_path, content, reason):
-    (tmp_path / "a.jpg").write_bytes(content)
-    assert refusal(tmp_path / "a.jpg") == reason
-    with pytest.raises(BadImage):
-        read_header(tmp_path / "a.jpg")
-
-
-def test_what_cannot_be_read_is_refused_without_waiting(tmp_path):
+def test_what_is_no_image_or_cannot_be_read_is_refused_without_waiting(tmp_path):
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "page.jpg").write_bytes(b"\n<!DOCTYPE html><html><body>404</body></html>")
     os.mkfifo(tmp_path / "fifo.png")
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     (tmp_path / "circle.png").symlink_to("circle.png")
-    saved(Image.fromarray(np.ones((5, 5), np.float32)), tmp_path / "float.tif")
     reasons = {
+        "empty.jpg": "is empty",
+        "page.jpg": r"is not an image of a known format (it begins with b'\n<!DOCTYPE html><html><body>404</body></'",
         "fifo.png": "is not a regular file",
         "zero.png": "is not a regular file",
         ".": "is not a regular file",
-        "float.tif": "has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits",
         "circle.png": "cannot be read: Too many levels of symbolic links",
         "missing.jpg": "cannot be read: No such file or directory",
     }
     for name, reason in reasons.items():
-        assert refusal(tmp_path / name) == reason
-        if name != "float.tif":
-            with pytest.raises(BadImage):
-                read_header(tmp_path / name)
+        assert refusal(tmp_path / name).startswith(reason)
+        with pytest.raises(BadImage):
+            read_header(tmp_path / name)
+    file = saved(Image.fromarray(np.ones((5, 5), np.float32)), tmp_path / "float.tif")
+    assert refusal(file).startswith("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
 
 
 def png_header(width: int, height: int) -> bytes:

@@ -10,9 +10,8 @@ import re
 import shutil
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -20,10 +19,20 @@ from typing import Any, NamedTuple
 import fsspec
 from fsspec.callbacks import Callback
 
-from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, disk_full, make_room, making
+from flatout import __version__
+from flatout.data.cache import (
+    DOWNLOAD,
+    NotWritable,
+    Progress,
+    cache_folder,
+    combined_digest,
+    disk_full,
+    making,
+    use,
+)
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
-from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 # Timeout of a silent connection.
 _TIMEOUT_SECONDS = 20.0
@@ -60,13 +69,12 @@ _STORES = {
 class _TransferError(InputError):
     """A file could not be downloaded, for `reason`."""
 
-    def __init__(self, url: str, reason: str, fix: str = "run the same command again") -> None:
+    def __init__(self, url: str, reason: str, fix: str) -> None:
         super().__init__(f"{url}: {reason}; {fix}")
         self.reason = reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RemoteFile:
+class _RemoteFile(NamedTuple):
     path: str  # for fsspec
     name: str  # its path in the folder of the download
     size: int | None
@@ -88,31 +96,15 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
     The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
     the files that are complete. Of several processes, one downloads.
     """
-    shown, (scheme, _, rest) = _without_query(url), url.partition("://")
-    if scheme not in (*_WEB, *_STORES) or not rest.strip("/"):
-        known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
-        raise InputError(f"{shown}: is not read; flatout downloads from {known}; or give a local path")
-    if urllib.parse.urlsplit(url).username is not None:
-        raise InputError(
-            f"{shown}: a password in a URL ends up in recipes and reports; put it into ~/.netrc "
-            "(machine HOST login USER password PASSWORD) and remove it from the URL"
-        )
-    server = _Server(url if scheme in _WEB else url.rstrip("/"))
+    server = _Server(url)
     name, files = server.list_files()
     key = combined_digest(
         [server.url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)]
     )
     target = cache_folder() / "remote" / key
-    with making(target, "downloading this data", report):
-        if target.exists():
-            report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
-        else:
-            _download(server, name, files, target, report)
-        with contextlib.suppress(OSError):  # only records the last use
-            os.utime(target)
-        descriptor = lock(target / DOWNLOAD, shared=True)
-        assert descriptor is not None
-    make_room(cache_folder(), report)
+    if target.exists():
+        report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
+    descriptor = use(target, "downloading this data", report, lambda: _download(server, name, files, target, report))
     return target / name, descriptor
 
 
@@ -134,7 +126,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         server.get(missing, unfinished, _Shown(total - needed, total, report))
         if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise _TransferError(server.shown, "changed during the download")
+            raise _TransferError(server.shown, "changed during the download", "run the same command again")
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
@@ -142,8 +134,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         if error.errno in NO_SPACE:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise full from None
-        what = f"cannot be written to the cache {unfinished}: {error.strerror or error}"
-        raise InputError(f"{server.shown}: {what}") from None
+        raise NotWritable(unfinished, error) from None
 
 
 class _Shown(Callback):
@@ -168,9 +159,13 @@ class _Server:
     """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.shown = url, _without_query(url)
-        scheme = url.partition("://")[0]
+        scheme, _, rest = url.partition("://")
         self._store = _STORES.get(scheme)
+        self.url, self.shown = url.rstrip("/") if self._store else url, _without_query(url)
+        if scheme not in (*_WEB, *_STORES) or not rest.strip("/") or urllib.parse.urlsplit(url).username is not None:
+            known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
+            fix = f"give a local path or {known}, with user name and password in ~/.netrc, not in the URL"
+            raise InputError(f"{self.shown}: is not read; {fix}")
         options = copy.deepcopy(self._store.options) if self._store else self._web_options()
         try:
             # A new instance each time: cached ones remember file listings.
@@ -184,8 +179,6 @@ class _Server:
 
     def _web_options(self) -> dict[str, Any]:
         import aiohttp
-
-        from flatout import __version__
 
         async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
             """Refuse unencrypted redirects: aiohttp sends credentials again to the same host."""
@@ -215,7 +208,7 @@ class _Server:
             parts = [str(path) for path in expand_braces(Path(name))]
             with ThreadPoolExecutor(_CONNECTIONS) as pool:
                 listed = list(pool.map(self._list_one, (self.url.replace(name, part) for part in parts)))
-            files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
+            files = [file._replace(name=part) for part, found in zip(parts, listed, strict=True) for file in found]
         else:
             files = self._list_one(self.url)
             name = PurePosixPath(files[0].name).parts[0]
@@ -229,7 +222,7 @@ class _Server:
 
     def _list_one(self, url: str) -> list[_RemoteFile]:
         """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
-        with self.errors(url):
+        with self._errors(url):
             self._system.invalidate_cache()
             info = self._system.info(url)
             if self._store is None:
@@ -263,16 +256,18 @@ class _Server:
 
             system = AsyncFileSystemWrapper(system)
         remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
-        with self.errors(self.url):
+        with self._errors(self.url):
             system.get(remote, local, callback=shown, batch_size=_CONNECTIONS)
 
-    def get_file(self, path: Path) -> None:
-        with self.errors(self.url):
+    def get_one(self, path: Path) -> None:
+        with self._errors(self.url):
             self._system.get_file(self.url, str(path))
 
     @contextlib.contextmanager
-    def errors(self, url: str) -> Iterator[None]:
+    def _errors(self, url: str) -> Iterator[None]:
         """Turn errors of fsspec and its libraries into _TransferError; a full disk stays OSError."""
+        import aiohttp
+
         try:
             yield
         except (InputError, Stopped):
@@ -283,27 +278,17 @@ class _Server:
             chain = causes(error)
             if own := next((cause for cause in chain if isinstance(cause, InputError)), None):
                 raise own from None
-            raise self._failure(_without_query(url), chain) from error
-
-    def _failure(self, url: str, chain: list[BaseException]) -> _TransferError:
-        import aiohttp
-
-        error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
-        if isinstance(error, aiohttp.ClientResponseError) and self._store is None:
-            what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
-            fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
-            return _TransferError(url, f"the server {what}".rstrip(), f"check the URL{fix}")
-        if any(isinstance(cause, TimeoutError) for cause in chain):
-            return _TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
-        if isinstance(error, aiohttp.ClientPayloadError):
-            return _TransferError(url, "the connection ended early")
-        if isinstance(error, FileNotFoundError):
-            return _TransferError(url, "there is no such file or folder", "check the URL")
-        text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
-        names = " ".join(type(cause).__name__ for cause in chain)
-        if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-            return _TransferError(url, f"access is denied ({text})", self._store.access)
-        return _TransferError(url, text, "check the URL and the network")
+            found = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
+            if isinstance(found, aiohttp.ClientResponseError) and found.status:
+                reason = f"the server answers {found.status} {found.message}".rstrip()
+            elif isinstance(found, FileNotFoundError):
+                reason = "there is no such file or folder"
+            else:
+                text = re.sub(r"\?\S*", "", first_line(found))  # a query may be a signature
+                reason = f"cannot be downloaded ({type(found).__name__}: {text})"
+            access = self._store.access if self._store else "put user name and password into ~/.netrc"
+            fix = f"check the URL and the network, and run the same command again; where access is denied, {access}"
+            raise _TransferError(_without_query(url), reason, fix) from error
 
 
 def _without_query(url: str) -> str:
@@ -377,33 +362,29 @@ def where_to_get(job: str) -> str:
     return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
 
 
-def download_public(data: PublicData, folder: Path, note: Callable[[str], None]) -> Path:
+def download_public(data: PublicData, folder: Path, report: Progress) -> Path:
     """Download the files that are missing or damaged into a folder; every mirror is tried in turn."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(folder / ".download.lock")
-        assert descriptor is not None
+    with making(folder, "downloading this data", report):
         try:
+            folder.mkdir(exist_ok=True)
             for name, md5 in data.files.items():
                 if not (folder / name).is_file() or _md5(folder / name) != md5:
-                    _download_public_file(data, name, folder, note)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        reason = f"{folder}: cannot write the downloaded data: {error.strerror or error}"
-        raise (DiskFull if error.errno in NO_SPACE else InputError)(reason) from None
+                    _download_public_file(data, name, folder, report)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{folder}: the disk is full; make room, or set FLATOUT_CACHE") from None
+            raise NotWritable(folder, error) from None
     return folder
 
 
-def _download_public_file(data: PublicData, name: str, folder: Path, note: Callable[[str], None]) -> None:
+def _download_public_file(data: PublicData, name: str, folder: Path, report: Progress) -> None:
     failures: list[str] = []
     part = folder / f".{name}.part"
-    with contextlib.ExitStack() as stack:
-        stack.callback(part.unlink, missing_ok=True)
+    try:
         for url in (base_url + name for base_url in data.base_urls):
-            note(f"downloading {url}")
+            report.note(f"downloading {url}")
             try:
-                _Server(url).get_file(part)
+                _Server(url).get_one(part)
             except _TransferError as error:
                 failures.append(f"{url} ({error.reason})")
                 continue
@@ -411,6 +392,8 @@ def _download_public_file(data: PublicData, name: str, folder: Path, note: Calla
                 part.replace(folder / name)
                 return
             failures.append(f"{url} (the file there has MD5 {md5} instead of {data.files[name]})")
+    finally:
+        part.unlink(missing_ok=True)
     raise InputError(
         f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
         f"by other means, put them into {folder} and run again"

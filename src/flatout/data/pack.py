@@ -5,7 +5,6 @@
 """
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -173,7 +172,6 @@ def write_images(
     pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
         with (folder / IMAGES).open("w+b") as file:
-            _reserve(file, len(header) + count * row_bytes)
             file.write(header)
             for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
                 content = images.reshape(-1).data
@@ -212,16 +210,6 @@ def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
     fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, fields)
     return header.getvalue()
-
-
-def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
-    """Preallocate the file where supported, so that a full disk is reported at once."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
 
 
 def _sync(file: io.IOBase) -> None:

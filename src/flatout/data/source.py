@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +53,7 @@ class ImageBytesList(Sequence[ImageBytes]):
     def __len__(self) -> int:
         return len(self._images)
 
-    @overload
-    def __getitem__(self, index: int) -> ImageBytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ImageBytes]: ...
-    def __getitem__(self, index: int | slice) -> ImageBytes | Sequence[ImageBytes]:
-        if isinstance(index, slice):
-            return ImageBytesList(self._images[index])
+    def __getitem__(self, index: int) -> ImageBytes:  # type: ignore[override] - no slices
         image = self._images[index]
         return Path(image) if isinstance(image, str) else image
 
@@ -133,7 +127,7 @@ class ImageDataset:
             )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
-        emptied = [name for name, (a, b) in splits.items() if a == b]
+        emptied = [name for name, (a, b) in splits.items() if a == b and name != "train"]
         return replace(
             self,
             files=ImageBytesList(compress(self.files, is_good)),

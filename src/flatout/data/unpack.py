@@ -11,7 +11,6 @@ import json
 import lzma
 import os
 import re
-import shutil
 import stat
 import struct
 import tarfile
@@ -23,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, make_room, making, remove, unfinished
+from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, remove, unfinished, use
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
-from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 # A larger expansion factor is treated as a decompression bomb.
@@ -51,16 +50,14 @@ def is_archive(path: Path) -> bool:
 class UnpackedArchive:
     """The content of an archive in `folder`, which the cache does not remove while this object exists."""
 
-    def __init__(self, entry: Path, folder: Path) -> None:
-        self.folder, self._entry = folder, entry
-        descriptor = lock(entry / UNPACKED, shared=True)
-        assert descriptor is not None
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
         self._release = weakref.finalize(self, os.close, descriptor)
 
     def remove(self) -> None:
         """Remove the folder, unless another process uses it."""
         self._release()
-        remove(self._entry)
+        remove(self.folder.parent)
 
 
 def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
@@ -68,14 +65,8 @@ def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
     report, status = report or Console(), path.stat()
     known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
-    with making(entry, "unpacking this archive", report):
-        if entry.exists():
-            entry.touch()  # update the time of the last use
-        else:
-            _publish(path, entry, report)
-        unpacked = UnpackedArchive(entry, entry / path.name)
-    make_room(cache_folder(), report)
-    return unpacked
+    descriptor = use(entry, "unpacking this archive", report, lambda: _publish(path, entry, report))
+    return UnpackedArchive(entry / path.name, descriptor)
 
 
 def _publish(path: Path, entry: Path, report: Progress) -> None:
@@ -85,8 +76,6 @@ def _publish(path: Path, entry: Path, report: Progress) -> None:
             total = sum(info.file_size for info in archive.infolist())
     refuse_bomb(path, path.stat().st_size, total)
     with unfinished(entry, f"unpacking {path} needs", total) as folder:
-        if total > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, "the disk is full")
         report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
         (folder / path.name).mkdir()
         with reading(path):
@@ -119,8 +108,6 @@ def _write_members(path: Path, folder: Path, total: int, report: Progress) -> No
                         report.update(min(written, total) // 10**6, max(1, total // 10**6), "MB")
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 raise InputError(f"{where}: is there twice; remove one, or unpack it and give the folder") from None
-    if not any(folder.iterdir()):
-        raise InputError(f"{path}: is an empty archive")
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
@@ -212,11 +199,9 @@ def is_compressed(path: Path) -> bool:
     return _opener(path) is not None
 
 
-@contextmanager
-def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
+def open_decompressed(path: Path) -> IO[bytes]:
     """Open a file that may be compressed with gzip, bzip2 or xz."""
-    with (_opener(path) or open)(path, "rb") as stream:
-        yield stream
+    return (_opener(path) or open)(path, "rb")
 
 
 def _opener(path: Path) -> Any:
