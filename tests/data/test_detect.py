@@ -94,25 +94,6 @@ def test_several_lists_without_split_names(tmp_path: Path):
         recognise(tmp_path)
 
 
-class Items:
-    """A map-style data set of two items."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        return np.full((4, 4), i * 0.5, np.float32), i
-
-
-def test_from_python_tells_arrays_from_data_sets():
-    images, labels = np.zeros((2, 4, 4), np.uint8), [0, 1]
-    assert from_python((images, labels)).kind == "arrays"
-    assert from_python({"train": (images, labels), "test": (images, labels)}).kind == "arrays"
-    assert from_python(((images, labels), (images, labels))).splits == {"train": (0, 2), "test": (2, 4)}
-    assert from_python((Items(), Items())).splits == {"train": (0, 2), "test": (2, 4)}
-    assert from_python([(images[0], 0), (images[1], 1)]).kind == "torch data sets"
-
-
 @pytest.mark.parametrize("data", [3, None, "text", (1, 2), {}, {"train": 3}, np.zeros((2, 4, 4))])
 def test_from_python_refuses_the_rest(data):
     with pytest.raises(InputError, match="data"):

@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -303,44 +302,20 @@ def test_commands(
 PHOTOS = {f"{name}/{i}.png": png(grey + i) for name, grey in (("cat", 0), ("dog", 100)) for i in range(3)}
 
 
-class Bucket:
-    """The bucket `photos`. A WSGI application counts the objects that are downloaded."""
-
-    def __init__(self, app: Callable[..., Any]) -> None:
-        self._app = app
-        self.client: Any = None
-        self.downloads: list[str] = []
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        is_object = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
-        if is_object and "list-type" not in environ["QUERY_STRING"]:
-            self.downloads.append(environ["PATH_INFO"])
-        return self._app(environ, start_response)
-
-    def put(self, files: dict[str, bytes]) -> None:
-        for key, content in files.items():
-            self.client.put_object(Bucket="photos", Key=key, Body=content)
-
-
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tuple[str, Bucket]]:
+def endpoint() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="needs s3fs")
-    moto = pytest.importorskip("moto.server", reason="needs moto[server]")
-    bucket = Bucket(moto.DomainDispatcherApplication(moto.create_backend_app))
-    served = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, bucket, threaded=True)
-    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{served.server_port}", bucket
-    served.shutdown()
-    thread.join()
-    served.server_close()
+    store = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer("127.0.0.1", 0)
+    store.start()
+    yield "http://{}:{}".format(*store.get_host_and_port())
+    store.stop()
 
 
 @pytest.fixture
-def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    url, bucket = endpoint
+def put(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that puts files into the empty bucket `photos`."""
     for name, value in {
-        "AWS_ENDPOINT_URL": url,
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "me",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -349,27 +324,34 @@ def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.Mon
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    urllib.request.urlopen(f"{url}/moto-api/reset", b"", timeout=10).close()
-    bucket.downloads.clear()
-    bucket.client = pytest.importorskip("boto3").client("s3")
-    bucket.client.create_bucket(Bucket="photos")
-    return bucket
+    urllib.request.urlopen(f"{endpoint}/moto-api/reset", b"", timeout=10).close()
+    client = pytest.importorskip("boto3").client("s3")
+    client.create_bucket(Bucket="photos")
+
+    def put(files: dict[str, bytes]) -> None:
+        for key, content in files.items():
+            client.put_object(Bucket="photos", Key=key, Body=content)
+
+    return put
 
 
-def test_a_folder_of_a_store(bucket: Bucket, cache: Path):
-    bucket.put({f"sets/pets/{name}": content for name, content in PHOTOS.items()})
-    bucket.put({"sets/pets/": b"", "sets/petshop/other.png": b"another"})
+def test_a_folder_of_a_store(put: Callable[..., None], cache: Path):
+    put({f"sets/pets/{name}": content for name, content in PHOTOS.items()})
+    put({"sets/pets/": b"", "sets/petshop/other.png": b"another"})
     folder = fetch("s3://photos/sets/pets/")
     assert folder.name == "pets"
     assert folder.is_relative_to(cache)
     assert contents(folder) == PHOTOS
-    assert fetch("s3://photos/sets/pets") == folder
-    assert len(bucket.downloads) == len(PHOTOS)
-    bucket.put({"sets/pets/cat/4.png": png(4)})
+    output = io.StringIO()
+    assert fetch("s3://photos/sets/pets", output) == folder
+    assert output.getvalue().endswith("unchanged since it was downloaded into the cache\n")
+    put({"sets/pets/cat/4.png": png(4)})
     assert contents(fetch("s3://photos/sets/pets/")) == {**PHOTOS, "cat/4.png": png(4)}
 
 
-def test_a_store_that_has_nothing_denies_access_or_does_not_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_has_nothing_denies_access_or_does_not_answer(
+    put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
     for url in ("s3://photos/none", "s3://no-such-bucket/a"):
         assert message(url).startswith(f"{url}: there is no such file or folder; check the URL")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -380,8 +362,8 @@ def test_a_store_that_has_nothing_denies_access_or_does_not_answer(bucket: Bucke
 
 
 @pytest.mark.parametrize("key", ["set/../../evil.png", "set/../evil.png", "set//cat/0.png"])
-def test_names_that_leave_the_folder_are_refused(bucket: Bucket, cache: Path, key: str):
-    bucket.put({key: b"evil", "set/cat/0.png": b"1"})
+def test_names_that_leave_the_folder_are_refused(put: Callable[..., None], cache: Path, key: str):
+    put({key: b"evil", "set/cat/0.png": b"1"})
     assert "rename" in message("s3://photos/set/")
     assert not list(cache.glob("remote/*/*"))
 
@@ -446,7 +428,7 @@ def test_public_data_is_downloaded_once(server: Server, tmp_path: Path, mirrors:
 def test_mirrors_are_tried_in_turn(tmp_path: Path, mirrors: Callable[..., PublicData]):
     with pytest.raises(InputError) as caught:
         download_public(mirrors("missing", "wrong", "cut"), tmp_path / "data", Recorder())
-    for words in ("missing/a.bin (there is no", "wrong/a.bin (the file there has MD5", "cut/a.bin (cannot be"):
+    for words in ("missing/a.bin: there is no", "wrong/a.bin: the file there has MD5", "cut/a.bin: cannot be"):
         assert words in str(caught.value)
     assert f"get a.bin, b.bin by other means, put them into {tmp_path / 'data'}" in str(caught.value)
     assert contents(tmp_path / "data") == {}

@@ -1,4 +1,4 @@
-"""Packs: their files, finding them again, bad images, damage, and what other processes do to them."""
+"""Packs: their files, finding them again, bad images, damage, and several processes."""
 
 import json
 import os
@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from flatout.data.cache import entries, remove, temporary_folder
 from flatout.data.detect import recognise
 from flatout.data.pack import open_pack, share
 from flatout.data.pixels import resize_images
-from flatout.data.source import DataSource, ImageDataset
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import DiskFull, InputError
 from tests.data.packs import (
     SMALL_BLOCK,
@@ -80,7 +80,7 @@ def test_arrays_are_resized_as_files_are_and_stay_in_memory_where_they_fit(tmp_p
 
 def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path, source):
     build_pack(source, settings(), tmp_path / "out", Recorder())
-    found = DataSource(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
+    found = recognise(tmp_path / "out")
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
     fix = r"does not fit the recipe; use --set image_size=16 --set channels=3 --set data.resize=squash"
     with pytest.raises(InputError, match=fix):
@@ -239,76 +239,41 @@ def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, source
         open_pack(folder)
 
 
-# Other processes
-
-SCRIPT = """
-import os, signal, sys, time
-from pathlib import Path
-from flatout.data.build import load_pack
-from flatout.utils.host import peak_rss_bytes
-from tests.data.packs import Recorder, repeated, settings
-
-folder, count, size, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-
-class Report(Recorder):
-    def update(self, done, total, unit="images"):
-        if act == "die" and unit == "images" and done > total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while act == "hold" and unit == "images" and not (folder / "go").exists():
-            time.sleep(0.01)
-
-before = 0
-for times in (1, 5) if act == "grow" else (1,):
-    load_pack(repeated(folder, times * count), settings(size=size), cache=folder / "cache", report=Report())
-    before, grown = peak_rss_bytes(), peak_rss_bytes() - before
-print(grown)
-"""
+# Several processes
 
 
-@pytest.fixture
-def start(tmp_path: Path, source: ImageDataset) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that loads a pack; ends those that a failed test leaves."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start_one(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), *arguments]
-        root = Path(__file__).parents[2]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.kill()
-        process.communicate()
+def test_what_a_killed_process_left_is_made_anew(tmp_path, source):
+    folder = load(source, tmp_path / "cache").folder
+    flip(folder / "images.npy", 1000)
+    partial = folder.rename(f"{folder}.partial")
+    pack = load(source, tmp_path / "cache")
+    assert not pack.was_cached
+    assert np.array_equal(pack.images, expected_images(source, settings()))
+    assert not partial.exists()
 
 
-def test_after_a_kill_the_next_process_makes_it_anew(tmp_path, start):
-    assert start("400", "256", "die").wait(60) == -9
-    (partial,) = tmp_path.glob("cache/packs/*.partial")
-    flip(partial / "images.npy", 1000)
-    many, wanted = repeated(tmp_path, 400), settings(size=256)
-    pack = load(many, tmp_path / "cache", wanted)
-    assert np.array_equal(pack.images, expected_images(many, wanted))
-    assert not list(tmp_path.glob("cache/packs/*.partial"))
+def test_while_one_makes_it_another_waits_and_it_is_not_cleared(tmp_path, source):
+    begun, go, cache, report = Event(), Event(), tmp_path / "cache", Recorder()
 
+    class Held(Recorder):
+        def update(self, done: int, total: int, unit: str = "images") -> None:
+            if unit == "images":
+                begun.set()
+                go.wait(60)
 
-def test_while_one_process_makes_it_another_waits_and_it_is_not_cleared(tmp_path, start):
-    first, cache, report = start("60", "128", "hold"), tmp_path / "cache", Recorder()
-    while not list(cache.glob("packs/*.partial")):
-        assert first.poll() is None
-        time.sleep(0.01)
-    for entry in entries(cache):
-        if entry.is_limited:
-            assert (entry.what, remove(entry.path)) == (f"incomplete: {entry.path.name}", False)
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(load_pack, repeated(tmp_path, 60), settings(size=128), cache=cache, report=report)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load_pack, source, settings(), cache=cache, report=Held())
+        assert begun.wait(60)
+        for entry in entries(cache):
+            if entry.is_limited:
+                assert (entry.what, remove(entry.path)) == (f"incomplete: {entry.path.name}", False)
+        second = pool.submit(load_pack, source, settings(), cache=cache, report=report)
         while not report.notes:
             assert not second.done()
             time.sleep(0.01)
         assert report.notes == ["another process is making this pack; waiting for it"]
-        (tmp_path / "go").touch()
-        assert second.result(60).was_cached
-    assert first.wait(60) == 0
+        go.set()
+        assert (first.result(60).was_cached, second.result(60).was_cached) == (False, True)
 
 
 def test_without_room_nothing_is_left_behind(tmp_path, source):
@@ -322,7 +287,22 @@ def test_without_room_nothing_is_left_behind(tmp_path, source):
     assert leftovers(tmp_path / "cache" / "packs") == []
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+from flatout.utils.host import peak_rss_bytes
+from tests.data.packs import load, repeated, settings
+
+folder, peaks = Path(sys.argv[1]), []
+for count in (200, 1000):
+    load(repeated(folder, count), folder / "cache", settings(size=256))
+    peaks.append(peak_rss_bytes())
+print(peaks[1] - peaks[0])
+"""
+
+
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_images(start):
-    text, _ = start("200", "256", "grow").communicate(timeout=60)
-    assert int(text) < 4 * 200 * 256 * 256 * 3 / 10
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, source):
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert int(run.stdout) < 4 * 200 * 256 * 256 * 3 / 10

@@ -66,14 +66,6 @@ _STORES = {
 }
 
 
-class _TransferError(InputError):
-    """A file could not be downloaded, for `reason`."""
-
-    def __init__(self, url: str, reason: str, fix: str) -> None:
-        super().__init__(f"{url}: {reason}; {fix}")
-        self.reason = reason
-
-
 class _RemoteFile(NamedTuple):
     path: str  # for fsspec
     name: str  # its path in the folder of the download
@@ -126,7 +118,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         server.get(missing, unfinished, _Shown(total - needed, total, report))
         if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise _TransferError(server.shown, "changed during the download", "run the same command again")
+            raise InputError(f"{server.shown}: changed during the download; run the same command again")
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
@@ -185,7 +177,7 @@ class _Server:
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
                 where = _without_query(location)
-                raise _TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
+                raise InputError(f"{self.shown}: redirects to {where}, without encryption; give another URL")
 
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(refuse_downgrade)
@@ -232,7 +224,7 @@ class _Server:
         # Some tools mark a folder by an empty object.
         files = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
         if not files:
-            raise _TransferError(url, "the folder holds no files", "check the URL")
+            raise InputError(f"{url}: the folder holds no files; check the URL")
         names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
         return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
 
@@ -246,7 +238,7 @@ class _Server:
         name = re.split(r"[/\\]", urllib.parse.unquote(urllib.parse.urlsplit(url).path))[-1].lstrip(".")
         if info.get("mimetype") == "text/html" or not name:
             fix = "give the URL of the file itself; folders are read from s3, gs and hf"
-            raise _TransferError(_without_query(url), "is a web page or a folder, not a file", fix)
+            raise InputError(f"{_without_query(url)}: is a web page or a folder, not a file; {fix}")
         return name
 
     def get(self, files: Sequence[_RemoteFile], folder: Path, shown: _Shown) -> None:
@@ -265,7 +257,7 @@ class _Server:
 
     @contextlib.contextmanager
     def _errors(self, url: str) -> Iterator[None]:
-        """Turn errors of fsspec and its libraries into _TransferError; a full disk stays OSError."""
+        """Turn errors of fsspec and its libraries into InputError; a full disk stays OSError."""
         import aiohttp
 
         try:
@@ -288,7 +280,7 @@ class _Server:
                 reason = f"cannot be downloaded ({type(found).__name__}: {text})"
             access = self._store.access if self._store else "put user name and password into ~/.netrc"
             fix = f"check the URL and the network, and run the same command again; where access is denied, {access}"
-            raise _TransferError(_without_query(url), reason, fix) from error
+            raise InputError(f"{_without_query(url)}: {reason}; {fix}") from error
 
 
 def _without_query(url: str) -> str:
@@ -385,13 +377,13 @@ def _download_public_file(data: PublicData, name: str, folder: Path, report: Pro
             report.note(f"downloading {url}")
             try:
                 _Server(url).get_one(part)
-            except _TransferError as error:
-                failures.append(f"{url} ({error.reason})")
+            except InputError as error:
+                failures.append(str(error).partition("; ")[0])
                 continue
             if (md5 := _md5(part)) == data.files[name]:
                 part.replace(folder / name)
                 return
-            failures.append(f"{url} (the file there has MD5 {md5} instead of {data.files[name]})")
+            failures.append(f"{url}: the file there has MD5 {md5} instead of {data.files[name]}")
     finally:
         part.unlink(missing_ok=True)
     raise InputError(
