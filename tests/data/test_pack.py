@@ -244,6 +244,7 @@ def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, source
 
 def test_what_a_killed_process_left_is_made_anew(tmp_path, source):
     folder = load(source, tmp_path / "cache").folder
+    assert folder
     flip(folder / "images.npy", 1000)
     partial = folder.rename(f"{folder}.partial")
     pack = load(source, tmp_path / "cache")

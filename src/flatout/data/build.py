@@ -52,7 +52,7 @@ from flatout.utils.files import lock, printable
 
 
 def find(
-    data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
+    data: object, options: Data | None = None, task: str = "auto", *, console: Console | None = None
 ) -> DataSource | ImageDataset:
     """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python."""
     from flatout.data.detect import from_python, recognise

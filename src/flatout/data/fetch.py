@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import shutil
+import tomllib
 import urllib.parse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import fsspec
 from fsspec.callbacks import Callback
@@ -46,7 +47,7 @@ _SILENT = logging.NullHandler()
 class _Store(NamedTuple):
     package: str  # and how to install it
     access: str  # what to do about missing permission
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, object] = {}
 
 
 _STORES = {
@@ -77,7 +78,7 @@ class _RemoteFile(NamedTuple):
         return path.is_file() and self.size in (None, path.stat().st_size)
 
 
-def is_remote(data: Any) -> bool:
+def is_remote(data: object) -> TypeGuard[str]:
     """Whether data is a URL."""
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
@@ -136,7 +137,7 @@ class _Shown(Callback):
         super().__init__(value=done)
         self._total, self._report = max(1, total // 10**6), report
 
-    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Shown":
+    def branched(self, path_1: str, path_2: str, **kwargs: object) -> "_Shown":
         return self
 
     def relative_update(self, inc: int = 1) -> None:
@@ -169,10 +170,12 @@ class _Server:
         for library in (type(self._system).__module__.partition(".")[0], "aiohttp", "asyncio"):
             logging.getLogger(library).addHandler(_SILENT)
 
-    def _web_options(self) -> dict[str, Any]:
+    def _web_options(self) -> dict[str, object]:
         import aiohttp
 
-        async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
+        async def refuse_downgrade(
+            session: object, context: object, params: aiohttp.TraceRequestRedirectParams
+        ) -> None:
             """Refuse unencrypted redirects: aiohttp sends credentials again to the same host."""
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
@@ -296,62 +299,19 @@ def _without_query(url: str) -> str:
 class PublicData(NamedTuple):
     """A data set that anyone may download: mirrors, the best first, and file name -> MD5."""
 
-    base_urls: tuple[str, ...]
+    base_urls: Sequence[str]
     files: Mapping[str, str]
 
 
-PUBLIC = {
-    # Zalando Research, MIT licence
-    "fashion-mnist": PublicData(
-        base_urls=(
-            "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
-            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        ),
-        files={
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
-    ),
-    # Yann LeCun, Corinna Cortes and Christopher Burges, CC BY-SA 3.0
-    "mnist": PublicData(
-        base_urls=(
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        ),
-        files={
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-    ),
-}
-# Jobs whose data is a public set of another name.
-PUBLIC_NAMES = {"fashion-mnist": "fashion-mnist", "fashion-mnist-keras": "fashion-mnist", "mnist-parallel": "mnist"}
-
-_WHERE_TO_GET = {
-    "cats-dogs": (
-        "Get the pictures of the Dogs vs. Cats competition from https://www.kaggle.com/c/dogs-vs-cats/data and sort "
-        "them into training_set/cats, training_set/dogs, test_set/cats and test_set/dogs"
-    ),
-    "caltech101": (
-        "Get Caltech 101 from https://data.caltech.edu/records/mzrjq-6wc02 and unpack 101_ObjectCategories, one folder "
-        "for each class; or list the images in desc_train.csv, desc_valid.csv and desc_test.csv, with rows of "
-        "file,label and the class names in classes.txt"
-    ),
-    "oct-vgg16": (
-        "Get the OCT scans of Kermany et al. (2018) from https://data.mendeley.com/datasets/rscbjbr9sj and unpack them "
-        "into train/ and test/, each with the folders CNV, DME, DRUSEN and NORMAL"
-    ),
-}
+_KNOWN = tomllib.loads(Path(__file__).with_name("public.toml").read_text(encoding="utf-8"))
+PUBLIC = {name: PublicData(**about) for name, about in _KNOWN["sets"].items()}
+# Jobs whose data is a public set.
+PUBLIC_NAMES: dict[str, str] = _KNOWN["jobs"]
 
 
 def where_to_get(job: str) -> str:
     """Return the source and layout of the data of a built-in job that cannot be downloaded automatically."""
-    return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
+    return f"{_KNOWN['where'][job]}; then run flatout train {job} --data FOLDER"
 
 
 def download_public(data: PublicData, folder: Path, report: Progress) -> Path:

@@ -1,11 +1,5 @@
 """Convert labels of every kind (numbers, names, rows of 0 and 1) to those of a task.
 
-| task | labels |
-|---|---|
-| single-label | int64 [N], indices into the class names |
-| multi-label | uint8 [N, K], 1 where a class is present |
-| regression | float32 [N] |
-
 Labels are interpreted as their distinct values, which are few. Shape letters: N images, D distinct labels, K classes.
 """
 
@@ -20,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flatout.utils.errors import InputError
 
@@ -41,10 +36,12 @@ Locate = Callable[[int], str]
 
 
 class Labels(NamedTuple):
-    """Labels in the form of a pack: task, class names (none in regression), values, and notes for the user."""
+    """Labels in the form of a pack."""
 
     task: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # none in regression
+    # single-label: int64 [N], indices into the classes; multi-label: uint8 [N, K], 1 where a class is present;
+    # regression: float32 [N]
     values: np.ndarray
     notes: tuple[str, ...] = ()
 
@@ -401,7 +398,7 @@ def _index(
     return tuple(map(str, used.tolist())), inverse, notes
 
 
-def _refuse(labels: DistinctLabels, is_wrong: Any, locate: Locate, what: str, fix: str = "") -> None:
+def _refuse(labels: DistinctLabels, is_wrong: ArrayLike, locate: Locate, what: str, fix: str = "") -> None:
     """Raise InputError if distinct labels are wrong, bool [D]; the first images are listed."""
     images = np.flatnonzero(np.asarray(is_wrong, bool)[labels.codes]).tolist()
     if images:

@@ -12,11 +12,11 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -71,35 +71,23 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `ImageDataset`.
+    """Decoded images with their labels; what has no comment is as in `ImageDataset`."""
 
-    Attributes:
-        folder: its folder; None if it is in memory or unnamed.
-        images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
-        groups: see `ImageDataset.group_numbers`.
-        resize: the resize method, see `data.resize`.
-        skipped: file -> reason of the bad images that were left out.
-        was_cached: whether it was found in the cache.
-        is_decoded: whether the images were decoded from files, by the cache or for this run.
-        build_seconds: the time it took to build, even if cached.
-        fingerprint: a digest of images, labels and splits; the class names are not part of it.
-    """
-
-    folder: Path | None
-    images: np.ndarray
+    folder: Path | None  # None if it is in memory or unnamed
+    images: np.ndarray  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
     labels: np.ndarray
     task: str = "single-label"
     classes: tuple[str, ...]
     splits: dict[str, tuple[int, int]]
-    groups: np.ndarray | None = None
-    resize: str
+    groups: np.ndarray | None = None  # int64 [N]
+    resize: str  # the method, see `data.resize`
     kind: str
     notes: tuple[str, ...] = ()
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
     was_cached: bool = False
-    is_decoded: bool = False
-    build_seconds: float = 0.0
-    fingerprint: str
+    is_decoded: bool = False  # from files, by the cache or for this run
+    build_seconds: float = 0.0  # even if cached
+    fingerprint: str  # of images, labels and splits; the class names are not part of it
 
     @property
     def bits(self) -> int:
@@ -108,7 +96,7 @@ class Pack:
     def describe(self) -> str:
         return describe(self.kind, self.classes, self.splits, self.task)
 
-    def labels_among(self, classes: tuple[str, ...], where: Any) -> np.ndarray:
+    def labels_among(self, classes: tuple[str, ...], where: object) -> np.ndarray:
         """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
 
         `where` is the data as the user named it.
@@ -171,7 +159,7 @@ def write_images(
     # Decoding threads must not start torch threads.
     pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
-        with (folder / IMAGES).open("w+b") as file:
+        with (folder / IMAGES).open("wb") as file:
             file.write(header)
             for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
                 content = images.reshape(-1).data
@@ -182,7 +170,6 @@ def write_images(
                     blocks.append((rows, crc32))
                     crc32 = 0
                 report.update(span.stop, count)
-            file.truncate()
             file.seek(0)
             file.write(npy_header((rows, *image_shape), dtype))
             _sync(file)
@@ -192,7 +179,7 @@ def write_images(
     return blocks, all_bad
 
 
-def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
+def publish(partial: Path, target: Path, labels: np.ndarray, description: Mapping[str, object]) -> None:
     """Add labels and description to written images and rename the folder, so that it is either complete or missing."""
     with (partial / LABELS).open("wb") as file:
         np.save(file, labels)
@@ -217,7 +204,7 @@ def _sync(file: io.IOBase) -> None:
     os.fsync(file.fileno())
 
 
-def _json_crc32(description: dict[str, Any]) -> int:
+def _json_crc32(description: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 

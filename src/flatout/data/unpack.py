@@ -17,10 +17,10 @@ import tarfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, remove, unfinished, use
 from flatout.utils.console import Console
@@ -204,7 +204,7 @@ def open_decompressed(path: Path) -> IO[bytes]:
     return (_opener(path) or open)(path, "rb")
 
 
-def _opener(path: Path) -> Any:
+def _opener(path: Path) -> Callable[..., IO[bytes]] | None:
     with path.open("rb") as file:
         start = file.read(6)
     return next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)
