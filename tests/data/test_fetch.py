@@ -256,22 +256,13 @@ def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: P
     assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
 
 
-def test_the_least_recently_used_download_is_removed(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in "abc":
-        server.resources[f"/{name}.npz"] = Resource(npz())
-    a, b = (fetch(server.url(f"/{name}.npz")) for name in "ab")
-    for age, path in enumerate((b, a)):
-        os.utime(path.parent, (age, age))
-    used = find(server.url("/b.npz"), console=Console(None))
-    os.utime(b.parent, (0, 0))
-    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", f"{2.5 * len(npz()) / 1000}k")
-    output = io.StringIO()
-    c = fetch(server.url("/c.npz"), output)
-    # b is older, but in use.
-    assert f"which is full: {server.url('/a.npz')}" in output.getvalue()
-    assert sorted(entry.what for entry in entries(cache)) == [server.url("/b.npz"), server.url("/c.npz")]
-    assert {entry.path: remove(entry.path) for entry in entries(cache)} == {b.parent: False, c.parent: True}
+def test_a_download_is_not_removed_while_it_is_used(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz())
+    used = find(server.url("/photos.npz"), console=Console(None))
+    (entry,) = (entry for entry in entries(cache) if entry.is_limited)
+    assert (entry.what, remove(entry.path)) == (server.url("/photos.npz"), False)
     del used
+    assert remove(entry.path)
 
 
 def test_commands(
