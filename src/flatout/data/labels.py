@@ -75,6 +75,10 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
     return ("; ".join(items[:limit]) + rest).replace("\r", "\\r").replace("\n", "\\n")
 
 
+# Distinct labels, or rows of 0 and 1, uint8 [N, K].
+Reduced = DistinctLabels | np.ndarray
+
+
 # Class lists
 
 
@@ -140,7 +144,7 @@ def read_labels(
     of all splits; `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
     """
     parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
-    kinds = {"rows" if isinstance(part, np.ndarray) else part.values.dtype.kind.replace("f", "i") for part in parts}
+    kinds = {"rows" if isinstance(part, np.ndarray) else _kind(part).replace("f", "i") for part in parts}
     if len(kinds) > 1 or len({part.shape[1] for part in parts if isinstance(part, np.ndarray)}) > 1:
         what = "text" if "U" in kinds else "rows of other lengths"
         raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
@@ -153,7 +157,7 @@ def read_labels(
     labels = _join(parts)
     ids, notes = names, ()
     if class_list is not None:
-        used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values.tolist()
+        used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values
         ids, names = _split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
         if ids != names and isinstance(labels, DistinctLabels):
@@ -163,16 +167,22 @@ def read_labels(
     return found._replace(classes=classes, notes=notes + found.notes)
 
 
-def _join(parts: list[Any]) -> Any:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    starts = np.cumsum([0, *(len(part.values) for part in parts)])
-    values, inverse = np.unique(np.concatenate([part.values for part in parts]), return_inverse=True)
-    codes = np.concatenate([part.codes + start for part, start in zip(parts, starts, strict=False)])
+def _kind(labels: DistinctLabels) -> str:
+    """Return i, f or U for whole numbers, fractions and text."""
+    return np.asarray(labels.values).dtype.kind
+
+
+def _join(parts: Sequence[Reduced]) -> Reduced:
+    if rows := [part for part in parts if isinstance(part, np.ndarray)]:
+        return np.concatenate(rows)
+    several = [part for part in parts if isinstance(part, DistinctLabels)]
+    starts = np.cumsum([0, *(len(part.values) for part in several)])
+    values, inverse = np.unique(np.concatenate([part.values for part in several]), return_inverse=True)
+    codes = np.concatenate([part.codes + start for part, start in zip(several, starts, strict=False)])
     return DistinctLabels(values, inverse[codes])
 
 
-def _distinct(labels: Any, where: str, locate: Locate) -> Any:
+def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
     """Reduce labels to sorted distinct values (int64, float64 or text [D]), or to rows of 0 and 1 (uint8 [N, K])."""
     if isinstance(labels, list) and not any(isinstance(label, np.ndarray) for label in labels):
         labels = _count(labels)
@@ -237,7 +247,7 @@ def _with_lines(values: list[Any]) -> list[Any]:
 # Tasks
 
 
-def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
+def _interpret(labels: Reduced, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":
@@ -250,18 +260,18 @@ def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subje
             raise InputError(first_few([f"{locate(i)}: {need}" for i in wrong]))
         names = names or tuple(map(str, range(labels.shape[1])))
         labels = DistinctLabels(np.arange(labels.shape[1]), labels.argmax(axis=1))
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
     classes, indices, notes = _index(labels, names, locate)
     return Labels(task=task, classes=classes, values=indices[labels.codes], notes=notes)
 
 
-def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
+def _find_task(labels: Reduced, names: tuple[str, ...] | None, subject: str) -> str:
     if isinstance(labels, np.ndarray):
         return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         return "regression"
-    texts, count = list(map(str, labels.values.tolist())), len(labels)
+    texts, count = list(map(str, labels.values)), len(labels)
     if any(_LINE in text for text in texts):
         return "multi-label"
     if names is not None:
@@ -317,10 +327,10 @@ def _split(text: str, marks: str) -> list[str]:
     return [part.strip() for part in text.split(mark) if part.strip()] if mark else [text] if text else []
 
 
-def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
+def _numbers(labels: Reduced, locate: Locate, subject: str) -> np.ndarray:
     if isinstance(labels, np.ndarray):
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
-    numbers = labels.values
+    numbers = np.asarray(labels.values)
     if numbers.dtype.kind == "U":
         is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
         _refuse(labels, is_wrong, locate, "not a number:", "write numbers such as 1.5")
@@ -331,15 +341,15 @@ def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
     return values[labels.codes]
 
 
-def _several(labels: Any, names: tuple[str, ...] | None, locate: Locate) -> Labels:
+def _several(labels: Reduced, names: tuple[str, ...] | None, locate: Locate) -> Labels:
     if isinstance(labels, np.ndarray):
         if names is not None and len(names) != labels.shape[1]:
             raise InputError(f"{locate(0)}: has {labels.shape[1]} columns for {len(names)} classes; make them equal")
         classes = names or tuple(map(str, range(labels.shape[1])))
         return Labels(task="multi-label", classes=classes, values=labels)
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         raise InputError(f"{locate(0)}: labels with fractions are not classes; {_IF_NUMBERS}")
-    texts, whole = list(map(str, labels.values.tolist())), set(names or ())
+    texts, whole = list(map(str, labels.values)), set(names or ())
     mark = next((mark for mark in _SEPARATORS if any(mark in text for text in texts if text not in whole)), "")
     rows = [[text] if text in whole else _split(text, mark) for text in texts]
     if not any(rows):
