@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.data.detect import from_python, is_pack, recognise
+from flatout.data.detect import from_python, recognise
 from flatout.utils.errors import InputError
 
 
@@ -65,7 +65,6 @@ def test_pack_is_told_from_arrays(tmp_path: Path):
     np.save(tmp_path / "labels.npy", np.arange(2))
     assert recognise(tmp_path).kind == "NumPy arrays"
     (tmp_path / "pack.json").write_text("{}")
-    assert is_pack(tmp_path)
     found = recognise(tmp_path)
     assert (found.kind, found.inputs) == ("pack", ())
 

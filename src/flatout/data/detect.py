@@ -11,7 +11,7 @@ from flatout.data.cache import Progress
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
-from flatout.data.pack import open_pack
+from flatout.data.pack import DESCRIPTION, open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import is_archive, unpack
@@ -47,10 +47,6 @@ _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
 
-def is_pack(path: Path) -> bool:
-    return (path / "pack.json").is_file()
-
-
 def recognise(
     path: Path, options: Data | None = None, task: str = "auto", report: Progress | None = None
 ) -> DataSource:
@@ -66,7 +62,7 @@ def recognise(
     for file in expand_braces(path):
         if not file.exists():
             raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
-    if is_pack(path):
+    if (path / DESCRIPTION).is_file():
         return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
