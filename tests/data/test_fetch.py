@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,10 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -27,11 +25,12 @@ import pytest
 from flatout.cli.main import main
 from flatout.config.jobs import builtin_jobs
 from flatout.data.build import find
-from flatout.data.cache import clear, entries
+from flatout.data.cache import entries, remove
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public, where_to_get
 from flatout.data.source import DataSource
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
+from tests.data.packs import Recorder
 from tests.data.small_sets import png
 from tests.data.web_server import Resource, Server
 from tests.hubs import using_hub
@@ -78,15 +77,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_file_is_downloaded_once(server: Server, cache: Path):
     server.resources["/set/photos.npz"] = Resource(npz())
     output = io.StringIO()
-    path = fetch(server.url("/set/photos.npz"), output)
-    assert path.name == "photos.npz"
-    assert path.is_relative_to(cache / "remote")
-    assert path.read_bytes() == npz()
+    with ThreadPoolExecutor(4) as pool:
+        (path,) = set(pool.map(fetch, [server.url("/set/photos.npz")] * 4))
+    assert (path.name, path.parents[1], path.read_bytes()) == ("photos.npz", cache / "remote", npz())
     assert fetch(server.url("/set/photos.npz"), output) == path
     assert len(server.gets()) == 1
-    first, second = output.getvalue().splitlines()
-    assert first == f"downloading {server.url('/set/photos.npz')} (0.0 MB)"
-    assert second.endswith("/set/photos.npz: unchanged since it was downloaded into the cache")
+    assert output.getvalue().endswith("/set/photos.npz: unchanged since it was downloaded into the cache\n")
 
 
 def test_another_version_is_another_entry(server: Server):
@@ -101,15 +97,6 @@ def test_another_version_is_another_entry(server: Server):
         server.resources["/photos.npz"] = Resource(npz(seed=day), etag=None, headers=time_stamp)
         assert fetch(server.url("/photos.npz")).read_bytes() == npz(seed=day)
     assert len(server.gets()) == 4
-
-
-def test_a_connection_that_is_cut(server: Server, cache: Path):
-    server.resources["/photos.npz"] = Resource(npz(), cut_after=1000)
-    url = server.url("/photos.npz")
-    assert message(url) == f"{url}: the connection ended early; run the same command again"
-    server.resources["/photos.npz"].cut_after = None
-    assert fetch(url).read_bytes() == npz()
-    assert not list(cache.glob("remote/*.partial"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -146,25 +133,18 @@ def test_a_file_that_changes_is_refused(server: Server, cache: Path, change: dic
     assert fetch(url).read_bytes() == changed.content
 
 
-def test_servers_that_refuse_head_or_do_not_tell_the_size(server: Server):
-    server.resources["/photos.npz"] = Resource(npz(), methods=("GET",))
-    assert fetch(server.url("/photos.npz?signature=secret")).read_bytes() == npz()
-    server.resources["/others.npz"] = Resource(npz(), tells_size=False)
-    assert fetch(server.url("/others.npz")).read_bytes() == npz()
-
-
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("path", "name", "how"),
     [
-        ("/..%2F..%2Fphotos.npz", "photos.npz"),
-        ("/my%20photos.npz?token=a/b.c", "my photos.npz"),
-        ("/.hidden.npz", "hidden.npz"),
+        ("/..%2F..%2Fphotos.npz", "photos.npz", {"methods": ("GET",)}),  # the server refuses HEAD
+        ("/my%20photos.npz?token=a/b.c", "my photos.npz", {"tells_size": False}),
+        ("/.hidden.npz", "hidden.npz", {}),
     ],
 )
-def test_names_of_files(server: Server, cache: Path, path: str, name: str):
-    server.resources[path.partition("?")[0]] = Resource(npz())
+def test_names_of_files(server: Server, cache: Path, path: str, name: str, how: dict):
+    server.resources[path.partition("?")[0]] = Resource(npz(), **how)
     found = fetch(server.url(path))
-    assert found.name == name
+    assert (found.name, found.read_bytes()) == (name, npz())
     assert found.parent.parent == cache / "remote"
 
 
@@ -172,46 +152,37 @@ def test_shards_by_braces(server: Server):
     for name in ("train/00", "train/01", "test/00"):
         server.resources[f"/set/{name}.bin"] = Resource(name.encode())
     words = message(server.url("/set/{train,test}/{00..01}.bin?token=1"))
-    assert words == f"{server.url('/set/test/01.bin')}: the server answers 404 Not Found; check the URL"
+    assert words.startswith(f"{server.url('/set/test/01.bin')}: the server answers 404 Not Found; check the URL")
     local = Path(message(server.url("/set/train/{00..01}.bin?token=1")).partition(": ")[0])
     assert local.name == "{00..01}.bin"
     assert contents(local.parent) == {"00.bin": b"train/00", "01.bin": b"train/01"}
 
 
-def test_a_server_that_refuses_does_not_answer_or_falls_silent(server: Server, cache: Path):
-    server.resources["/closed.npz"] = Resource(b"", status=403)
-    with pytest.raises(InputError, match=r"/closed\.npz: the server answers 403 Forbidden; .*netrc") as caught:
-        fetch(server.url("/closed.npz?signature=secret"))
-    assert "secret" not in str(caught.value)
-    assert not list(cache.glob("remote/*/*"))
+def test_what_a_server_refuses_or_does_not_finish(server: Server, cache: Path):
+    loop = {"status": 302, "headers": {"Location": server.url("/loop.npz")}}
+    for name, here, words in (
+        ("cut.npz", Resource(npz(), cut_after=1000), "ClientPayloadError.*run the same command again"),
+        ("silent.npz", Resource(npz(), stall_after=1000), "Timeout.*check the URL and the network"),
+        ("closed.npz", Resource(b"", status=403), "the server answers 403 Forbidden; .*netrc"),
+        ("page.npz", Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"}), "is a web page or"),
+        ("folder/", Resource(b"{}"), "is a web page or a folder, not a file; give the URL of the file itself"),
+        ("loop.npz", Resource(b"", **loop), "TooManyRedirects"),
+    ):
+        server.resources[f"/{name}"] = here
+        said = message(server.url(f"/{name}?signature=secret"))
+        assert re.search(f"/{name}: .*{words}", said)
+        assert "secret" not in said
     assert "Cannot connect to host 127.0.0.1:1 " in message("http://127.0.0.1:1/photos.npz?signature=secret")
     assert "http://host.invalid/photos.npz: " in message("http://host.invalid/photos.npz")
-    server.resources["/photos.npz"] = Resource(npz(), stall_after=1000)
-    assert "no answer for 0.5 s; check the network" in message(server.url("/photos.npz"))
+    server.resources["/cut.npz"].cut_after = None
+    assert fetch(server.url("/cut.npz")).read_bytes() == npz()
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://user:secret@host/photos.npz", r"http://host/photos.npz: a password in a URL .* ~/\.netrc"),
-        ("s3://", "is not read; flatout downloads from http://"),
-        ("ftp://host/photos.npz", "ftp://host/photos.npz: is not read; flatout downloads from http://"),
-    ],
-)
-def test_urls_that_are_refused(url: str, words: str):
-    with pytest.raises(InputError, match=words) as caught:
-        fetch(url)
-    assert "secret" not in str(caught.value)
-
-
-def test_web_pages_folders_and_circles_are_refused(server: Server, cache: Path):
-    server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
-    server.resources["/photos/"] = Resource(b"{}")
-    for path in server.resources:
-        assert "is a web page or a folder, not a file; give the URL of the file itself" in message(server.url(path))
-    server.resources["/again.npz"] = Resource(b"", status=302, headers={"Location": server.url("/again.npz")})
-    assert "the server redirects without end" in message(server.url("/again.npz"))
-    assert not list(cache.glob("remote/*/*"))
+@pytest.mark.parametrize("url", ["http://user:secret@host/photos.npz", "s3://", "ftp://host/photos.npz"])
+def test_urls_that_are_refused(url: str):
+    said = message(url)
+    assert re.search(r"is not read; give a local path or http://\.\.\..*~/\.netrc, not in the URL", said)
+    assert "secret" not in said
 
 
 @pytest.mark.parametrize("target", ["same", "other", "file"])
@@ -265,13 +236,6 @@ def test_a_redirect_from_https_to_http_is_refused(server: Server, tmp_path: Path
 # --- the disk and the cache ---
 
 
-def test_several_at_once_download_once(server: Server):
-    server.resources["/photos.npz"] = Resource(npz(count=5000))
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(fetch, [server.url("/photos.npz")] * 4))
-    assert len(paths) == len(server.gets()) == 1
-
-
 def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: Path):
     server.resources["/large.npz"] = Resource(b"", headers={"Content-Length": str(2**60)}, tells_size=False)
     with pytest.raises(DiskFull, match="needs 1,152,921,504,606,846,976 bytes"):
@@ -292,24 +256,13 @@ def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: P
     assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
 
 
-def test_the_least_recently_used_download_is_removed(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in "abc":
-        server.resources[f"/{name}.npz"] = Resource(npz())
-    a, b = (fetch(server.url(f"/{name}.npz")) for name in "ab")
-    for age, path in enumerate((b, a)):
-        os.utime(path.parent, (age, age))
-    used = find(server.url("/b.npz"), console=Console(None))
-    os.utime(b.parent, (0, 0))
-    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", f"{2.5 * len(npz()) / 1000}k")
-    output = io.StringIO()
-    c = fetch(server.url("/c.npz"), output)
-    # b is older, but in use.
-    assert f"which is full: {server.url('/a.npz')}" in output.getvalue()
-    assert sorted(entry.what for entry in entries(cache)) == [server.url("/b.npz"), server.url("/c.npz")]
-    removed, kept = clear(entries(cache))
-    assert [entry.path for entry in removed] == [c.parent]
-    assert [entry.path for entry in kept] == [b.parent]
+def test_a_download_is_not_removed_while_it_is_used(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz())
+    used = find(server.url("/photos.npz"), console=Console(None))
+    (entry,) = (entry for entry in entries(cache) if entry.is_limited)
+    assert (entry.what, remove(entry.path)) == (server.url("/photos.npz"), False)
     del used
+    assert remove(entry.path)
 
 
 def test_commands(
@@ -331,8 +284,8 @@ def test_commands(
     assert len(server.gets()) == 1
     assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2
     captured = capfd.readouterr()
-    words = f"{server.url('/missing.npz')}: the server answers 404 Not Found; check the URL"
-    assert captured.err == f"flatout: {words}\n"
+    assert captured.err.startswith(f"flatout: {server.url('/missing.npz')}: the server answers 404 Not Found; ")
+    assert captured.err.count("\n") == 1
 
 
 # --- object stores ---
@@ -340,44 +293,20 @@ def test_commands(
 PHOTOS = {f"{name}/{i}.png": png(grey + i) for name, grey in (("cat", 0), ("dog", 100)) for i in range(3)}
 
 
-class Bucket:
-    """The bucket `photos`. A WSGI application counts the objects that are downloaded."""
-
-    def __init__(self, app: Callable[..., Any]) -> None:
-        self._app = app
-        self.client: Any = None
-        self.downloads: list[str] = []
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        is_object = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
-        if is_object and "list-type" not in environ["QUERY_STRING"]:
-            self.downloads.append(environ["PATH_INFO"])
-        return self._app(environ, start_response)
-
-    def put(self, files: dict[str, bytes]) -> None:
-        for key, content in files.items():
-            self.client.put_object(Bucket="photos", Key=key, Body=content)
-
-
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[tuple[str, Bucket]]:
+def endpoint() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="needs s3fs")
-    moto = pytest.importorskip("moto.server", reason="needs moto[server]")
-    bucket = Bucket(moto.DomainDispatcherApplication(moto.create_backend_app))
-    served = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, bucket, threaded=True)
-    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{served.server_port}", bucket
-    served.shutdown()
-    thread.join()
-    served.server_close()
+    store = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer("127.0.0.1", 0)
+    store.start()
+    yield "http://{}:{}".format(*store.get_host_and_port())
+    store.stop()
 
 
 @pytest.fixture
-def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    url, bucket = endpoint
+def put(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that puts files into the empty bucket `photos`."""
     for name, value in {
-        "AWS_ENDPOINT_URL": url,
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "me",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -386,102 +315,70 @@ def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.Mon
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    urllib.request.urlopen(f"{url}/moto-api/reset", b"", timeout=10).close()
-    bucket.downloads.clear()
-    bucket.client = pytest.importorskip("boto3").client("s3")
-    bucket.client.create_bucket(Bucket="photos")
-    return bucket
+    urllib.request.urlopen(f"{endpoint}/moto-api/reset", b"", timeout=10).close()
+    client = pytest.importorskip("boto3").client("s3")
+    client.create_bucket(Bucket="photos")
+
+    def put(files: dict[str, bytes]) -> None:
+        for key, content in files.items():
+            client.put_object(Bucket="photos", Key=key, Body=content)
+
+    return put
 
 
-def test_a_folder_of_a_store(bucket: Bucket, cache: Path):
-    bucket.put({f"sets/pets/{name}": content for name, content in PHOTOS.items()})
-    bucket.put({"sets/pets/": b"", "sets/petshop/other.png": b"another"})
-    output = io.StringIO()
-    folder = fetch("s3://photos/sets/pets/", output)
+def test_a_folder_of_a_store(put: Callable[..., None], cache: Path):
+    put({f"sets/pets/{name}": content for name, content in PHOTOS.items()})
+    put({"sets/pets/": b"", "sets/petshop/other.png": b"another"})
+    folder = fetch("s3://photos/sets/pets/")
     assert folder.name == "pets"
     assert folder.is_relative_to(cache)
     assert contents(folder) == PHOTOS
+    output = io.StringIO()
     assert fetch("s3://photos/sets/pets", output) == folder
-    assert len(bucket.downloads) == len(PHOTOS)
-    assert [line.partition(": ")[0] for line in output.getvalue().splitlines()] == [
-        "downloading s3://photos/sets/pets (0.0 MB)",
-        "s3://photos/sets/pets",
-    ]
-    bucket.put({"sets/pets/cat/4.png": png(4)})
+    assert output.getvalue().endswith("unchanged since it was downloaded into the cache\n")
+    put({"sets/pets/cat/4.png": png(4)})
     assert contents(fetch("s3://photos/sets/pets/")) == {**PHOTOS, "cat/4.png": png(4)}
 
 
-def test_a_store_that_has_nothing_denies_access_or_does_not_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_has_nothing_denies_access_or_does_not_answer(
+    put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
     for url in ("s3://photos/none", "s3://no-such-bucket/a"):
-        assert message(url) == f"{url}: there is no such file or folder; check the URL"
+        assert message(url).startswith(f"{url}: there is no such file or folder; check the URL")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "127.0.0.1:1" in message("s3://photos/photos.npz")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert "access is denied (Unable to locate credentials); set AWS_ACCESS_KEY_ID" in message("s3://photos/photos.npz")
+    assert re.search("Unable to locate credentials.*set AWS_ACCESS_KEY_ID", message("s3://photos/photos.npz"))
 
 
 @pytest.mark.parametrize("key", ["set/../../evil.png", "set/../evil.png", "set//cat/0.png"])
-def test_names_that_leave_the_folder_are_refused(bucket: Bucket, cache: Path, key: str):
-    bucket.put({key: b"evil", "set/cat/0.png": b"1"})
+def test_names_that_leave_the_folder_are_refused(put: Callable[..., None], cache: Path, key: str):
+    put({key: b"evil", "set/cat/0.png": b"1"})
     assert "rename" in message("s3://photos/set/")
     assert not list(cache.glob("remote/*/*"))
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hugging Face hub does for the data set `user/pets` with PHOTOS in it."""
+def test_a_data_set_of_the_hub(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def publish(photos: dict[str, bytes]) -> None:
+        files = [
+            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for name, content in photos.items()
+        ]
+        server.resources["/api/datasets/user/pets/tree/main"] = Resource(json.dumps(files).encode())
+        for name, content in photos.items():
+            server.resources[f"/datasets/user/pets/resolve/main/{name}"] = Resource(content)
 
-    server: "HubServer"
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        name = path.removeprefix("/datasets/user/pets/resolve/main/")
-        if path == "/api/datasets/user/pets/tree/main":
-            photos = self.server.photos.items()
-            entries = [{"type": "file", "path": n, "size": len(p), "oid": f"{hash(p):x}"} for n, p in photos]
-            self.answer(json.dumps(entries).encode())
-        elif path == "/api/datasets/user/pets":
-            self.answer(json.dumps({"id": "user/pets", "sha": "c0ffee" * 6 + "c0ff", "siblings": []}).encode())
-        elif name in self.server.photos:
-            self.server.downloads.append(name)
-            self.answer(self.server.photos[name])
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-
-    def answer(self, body: bytes) -> None:
-        self.send_response(206 if "Range" in self.headers else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class HubServer(ThreadingHTTPServer):
-    downloads: list[str]
-    photos: dict[str, bytes]
-
-
-def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with HubServer(("127.0.0.1", 0), Hub) as hub:
-        hub.downloads, hub.photos = [], dict(PHOTOS)
-        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        with using_hub(f"http://127.0.0.1:{hub.server_port}", tmp_path, monkeypatch):
-            folder = fetch("hf://datasets/user/pets")
-            assert folder.name == "pets"
-            assert contents(folder) == PHOTOS
-            assert fetch("hf://datasets/user/pets") == folder
-            assert sorted(hub.downloads) == sorted(PHOTOS)
-            hub.photos["cat/0.png"] = png(7)
-            assert contents(fetch("hf://datasets/user/pets")) == {**PHOTOS, "cat/0.png": png(7)}
-            missing = message("hf://datasets/user/none")
-            assert missing.endswith("/none: there is no such file or folder; check the URL")
-        hub.shutdown()
-        thread.join()
+    about = {"id": "user/pets", "sha": "c0ffee" * 6 + "c0ff", "siblings": []}
+    server.resources["/api/datasets/user/pets"] = Resource(json.dumps(about).encode())
+    publish(PHOTOS)
+    with using_hub(server.url(""), tmp_path, monkeypatch):
+        folder = fetch("hf://datasets/user/pets")
+        assert (folder.name, contents(folder)) == ("pets", PHOTOS)
+        assert fetch("hf://datasets/user/pets") == folder
+        assert sum("/resolve/" in path for path in server.gets()) == len(PHOTOS)
+        publish({**PHOTOS, "cat/0.png": png(7)})
+        assert contents(fetch("hf://datasets/user/pets")) == {**PHOTOS, "cat/0.png": png(7)}
 
 
 @pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
@@ -507,37 +404,30 @@ def mirrors(server: Server) -> Callable[..., PublicData]:
     return lambda *names: PublicData(base_urls=tuple(server.url(f"/{name}/") for name in names), files=digests)
 
 
-def public_files(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, content in contents(folder).items() if name != ".download.lock"}
-
-
 def test_public_data_is_downloaded_once(server: Server, tmp_path: Path, mirrors: Callable[..., PublicData]):
-    folder = tmp_path / "new" / "folder"
-    lines: list[str] = []
+    folder, report = tmp_path / "new" / "folder", Recorder()
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(download_public, mirrors("good"), folder, lines.append) for _ in range(2)]
+        jobs = [pool.submit(download_public, mirrors("good"), folder, report) for _ in range(2)]
     assert [job.result() for job in jobs] == [folder, folder]
-    assert public_files(folder) == FILES
-    assert [line.rpartition("/good/")[2] for line in lines] == list(FILES)
+    assert contents(folder) == FILES
     (folder / "a.bin").write_bytes(b"damaged")
-    download_public(mirrors("good"), folder, lines.append)
-    assert public_files(folder) == FILES
+    download_public(mirrors("good"), folder, Recorder())
+    assert contents(folder) == FILES
     assert server.gets() == ["/good/a.bin", "/good/b.bin", "/good/a.bin"]
 
 
 def test_mirrors_are_tried_in_turn(tmp_path: Path, mirrors: Callable[..., PublicData]):
     with pytest.raises(InputError) as caught:
-        download_public(mirrors("missing", "wrong", "cut"), tmp_path / "data", lambda _: None)
-    assert "/missing/a.bin (there is no such file or folder)" in str(caught.value)
-    assert "/wrong/a.bin (the file there has MD5" in str(caught.value)
-    assert "/cut/a.bin (the connection ended early)" in str(caught.value)
+        download_public(mirrors("missing", "wrong", "cut"), tmp_path / "data", Recorder())
+    for words in ("missing/a.bin: there is no", "wrong/a.bin: the file there has MD5", "cut/a.bin: cannot be"):
+        assert words in str(caught.value)
     assert f"get a.bin, b.bin by other means, put them into {tmp_path / 'data'}" in str(caught.value)
-    assert public_files(tmp_path / "data") == {}
-    download_public(mirrors("missing", "wrong", "cut", "good"), tmp_path / "data", lambda _: None)
-    assert public_files(tmp_path / "data") == FILES
+    assert contents(tmp_path / "data") == {}
+    download_public(mirrors("missing", "wrong", "cut", "good"), tmp_path / "data", Recorder())
+    assert contents(tmp_path / "data") == FILES
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="file/folder: cannot write"):
-        download_public(mirrors("good"), tmp_path / "file" / "folder", lambda _: None)
+    with pytest.raises(InputError, match="file/folder: cannot be written"):
+        download_public(mirrors("good"), tmp_path / "file" / "folder" / "x", Recorder())
 
 
 def test_every_job_has_data():

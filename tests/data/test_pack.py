@@ -1,5 +1,6 @@
-"""Packs: their files, finding them again, bad images, damage, and what other processes do to them."""
+"""Packs and their cache: files, finding them again, bad images, damage, several processes, limits, digests."""
 
+import hashlib
 import json
 import os
 import resource
@@ -7,22 +8,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
 
+from flatout.data import cache as caches
 from flatout.data import pack as packs
 from flatout.data.batches import Split
 from flatout.data.build import build_pack, load_pack
-from flatout.data.cache import clear, entries, temporary_folder
+from flatout.data.cache import DIGEST_BYTES, combined_digest, entries, limit_bytes, remove, temporary_folder
 from flatout.data.detect import recognise
 from flatout.data.pack import open_pack, share
 from flatout.data.pixels import resize_images
-from flatout.data.source import DataSource, ImageDataset
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import DiskFull, InputError
 from tests.data.packs import (
     SMALL_BLOCK,
@@ -63,26 +65,24 @@ def test_a_pack_is_plain_files_of_the_decoded_images(tmp_path, source, changes):
         build_pack(source, wanted, tmp_path / "out", report)
 
 
-def test_arrays_are_resized_by_the_same_method_and_stay_in_memory_where_they_fit(tmp_path):
+def test_arrays_are_resized_as_files_are_and_stay_in_memory_where_they_fit(tmp_path):
     other, fitting = arrays(side=20), arrays()
     pack = load(other, tmp_path / "cache", settings(channels=1))
     assert np.array_equal(pack.images, resize_images(np.array(other.images), size=16, channels=1, resize="squash"))
     assert load(fitting, tmp_path / "other").images is load(fitting, None).images is fitting.images
     assert not (tmp_path / "other").exists()
-
-
-def test_arrays_mapped_from_a_file_of_another_layout_are_read_right(tmp_path):
+    # Mapped from a file of another layout.
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 16, 16), np.uint8)
     np.save(tmp_path / "images.npy", pixels)
     np.save(tmp_path / "labels.npy", np.arange(6) % 2)
-    pack = load(recognise(tmp_path), None)
-    samples = Split(images=pack.images, rows=np.arange(6), labels=pack.labels)
+    mapped = load(recognise(tmp_path), None)
+    samples = Split(images=mapped.images, rows=np.arange(6), labels=mapped.labels)
     assert np.array_equal(samples.images_at(np.array([5, 1])), pixels[[5, 1]].transpose(0, 2, 3, 1))
 
 
 def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path, source):
     build_pack(source, settings(), tmp_path / "out", Recorder())
-    found = DataSource(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
+    found = recognise(tmp_path / "out")
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
     fix = r"does not fit the recipe; use --set image_size=16 --set channels=3 --set data.resize=squash"
     with pytest.raises(InputError, match=fix):
@@ -120,21 +120,6 @@ def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path
     source.labels[0] += 1
     folders.add(load(source, tmp_path / "cache").folder)
     assert len(folders) == 6
-
-
-def test_a_cached_pack_of_array_files_is_found_without_reading_them(tmp_path):
-    (tmp_path / "images.npy").write_bytes(b"content")
-    reads = []
-    found = DataSource(
-        kind="arrays",
-        path=tmp_path,
-        inputs=(tmp_path / "images.npy",),
-        read=lambda: reads.append(1) or arrays(side=20),
-    )
-    assert [load(found, tmp_path / "cache").was_cached for _ in range(2)] == [False, True]
-    (tmp_path / "images.npy").write_bytes(b"changed")
-    assert not load(found, tmp_path / "cache").was_cached
-    assert len(reads) == 2
 
 
 def test_without_a_cache_nothing_is_left_behind_not_even_by_killed_processes(tmp_path, source, monkeypatch):
@@ -175,7 +160,7 @@ def spoil(source: ImageDataset, indices: list[int]) -> list[str]:
     files = [(source.files or ())[index] for index in indices]
     for file in files:
         Path(str(file)).write_bytes(b"<html>not found</html>")
-    return [f"{file}: is HTML, XML or SVG, not an image" for file in files]
+    return [f"{file}: is not an image of a known format (it begins with b'<html>not found</html>')" for file in files]
 
 
 def test_stop_names_every_bad_image_at_once(tmp_path, source):
@@ -213,7 +198,7 @@ def test_splits_and_classes_whose_images_are_all_bad(tmp_path, source):
     assert pack.splits == {"train": (0, 36)}
     assert pack.notes == ("A note.", "All test images are bad, so there is no test split.")
     spoil(source, [i for i in range(36) if source.labels[i] == 1])
-    with pytest.raises(InputError, match=r"all training images of class 'b' are bad.*is HTML"):
+    with pytest.raises(InputError, match=r"all training images of class 'b' are bad.*is not an image"):
         load(source, tmp_path / "cache", lenient)
 
 
@@ -221,7 +206,6 @@ def test_splits_and_classes_whose_images_are_all_bad(tmp_path, source):
 
 DAMAGE = {
     "a pixel": ("images.npy", lambda path: flip(path, -1000)),
-    "images cut short": ("images.npy", lambda path: os.truncate(path, path.stat().st_size - 1)),
     "images too long": ("images.npy", lambda path: os.truncate(path, path.stat().st_size + 1)),
     "a label": ("labels.npy", lambda path: flip(path, -8)),
     "a letter of the description": ("pack.json", lambda path: flip(path, 25)),
@@ -257,76 +241,42 @@ def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, source
         open_pack(folder)
 
 
-# Other processes
-
-SCRIPT = """
-import os, signal, sys, time
-from pathlib import Path
-from flatout.data.build import load_pack
-from flatout.utils.host import peak_rss_bytes
-from tests.data.packs import Recorder, repeated, settings
-
-folder, count, size, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-
-class Report(Recorder):
-    def update(self, done, total, unit="images"):
-        if act == "die" and unit == "images" and done > total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while act == "hold" and unit == "images" and not (folder / "go").exists():
-            time.sleep(0.01)
-
-before = 0
-for times in (1, 5) if act == "grow" else (1,):
-    load_pack(repeated(folder, times * count), settings(size=size), cache=folder / "cache", report=Report())
-    before, grown = peak_rss_bytes(), peak_rss_bytes() - before
-print(grown)
-"""
+# Several processes
 
 
-@pytest.fixture
-def start(tmp_path: Path, source: ImageDataset) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that loads a pack; ends those that a failed test leaves."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start_one(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), *arguments]
-        root = Path(__file__).parents[2]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def test_after_a_kill_the_next_process_makes_it_anew(tmp_path, start):
-    assert start("400", "256", "die").wait(60) == -9
-    (partial,) = tmp_path.glob("cache/packs/*.partial")
-    flip(partial / "images.npy", 1000)
-    many, wanted = repeated(tmp_path, 400), settings(size=256)
-    pack = load(many, tmp_path / "cache", wanted)
+def test_what_a_killed_process_left_is_made_anew(tmp_path, source):
+    folder = load(source, tmp_path / "cache").folder
+    assert folder
+    flip(folder / "images.npy", 1000)
+    partial = folder.rename(f"{folder}.partial")
+    pack = load(source, tmp_path / "cache")
     assert not pack.was_cached
-    assert np.array_equal(pack.images, expected_images(many, wanted))
-    assert not list(tmp_path.glob("cache/packs/*.partial"))
+    assert np.array_equal(pack.images, expected_images(source, settings()))
+    assert not partial.exists()
 
 
-def test_while_one_process_makes_it_another_waits_and_it_is_not_cleared(tmp_path, start):
-    first, cache, report = start("60", "128", "hold"), tmp_path / "cache", Recorder()
-    while not list(cache.glob("packs/*.partial")):
-        assert first.poll() is None
-        time.sleep(0.01)
-    removed, kept = clear(entry for entry in entries(cache) if entry.is_limited)
-    assert ([entry.what for entry in kept], removed) == ([f"incomplete: {entry.path.name}" for entry in kept], [])
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(load_pack, repeated(tmp_path, 60), settings(size=128), cache=cache, report=report)
+def test_while_one_makes_it_another_waits_and_it_is_not_cleared(tmp_path, source):
+    begun, go, cache, report = Event(), Event(), tmp_path / "cache", Recorder()
+
+    class Held(Recorder):
+        def update(self, done: int, total: int, unit: str = "images") -> None:
+            if unit == "images":
+                begun.set()
+                go.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load_pack, source, settings(), cache=cache, report=Held())
+        assert begun.wait(60)
+        for entry in entries(cache):
+            if entry.is_limited:
+                assert (entry.what, remove(entry.path)) == (f"incomplete: {entry.path.name}", False)
+        second = pool.submit(load_pack, source, settings(), cache=cache, report=report)
         while not report.notes:
             assert not second.done()
             time.sleep(0.01)
         assert report.notes == ["another process is making this pack; waiting for it"]
-        (tmp_path / "go").touch()
-        assert second.result(60).was_cached
-    assert first.wait(60) == 0
+        go.set()
+        assert (first.result(60).was_cached, second.result(60).was_cached) == (False, True)
 
 
 def test_without_room_nothing_is_left_behind(tmp_path, source):
@@ -340,7 +290,137 @@ def test_without_room_nothing_is_left_behind(tmp_path, source):
     assert leftovers(tmp_path / "cache" / "packs") == []
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+from flatout.utils.host import peak_rss_bytes
+from tests.data.packs import load, repeated, settings
+
+folder, peaks = Path(sys.argv[1]), []
+for count in (200, 1000):
+    load(repeated(folder, count), folder / "cache", settings(size=256))
+    peaks.append(peak_rss_bytes())
+print(peaks[1] - peaks[0])
+"""
+
+
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_images(start):
-    text, _ = start("200", "256", "grow").communicate(timeout=60)
-    assert int(text) < 4 * 200 * 256 * 256 * 3 / 10
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, source):
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert int(run.stdout) < 4 * 200 * 256 * 256 * 3 / 10
+
+
+# The limit of the cache
+
+
+def limited(cache: Path) -> list[Path]:
+    return [entry.path for entry in entries(cache) if entry.is_limited]
+
+
+def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, source, monkeypatch):
+    cache = tmp_path / "cache"
+    used = {size: load(source, cache, settings(size=size)) for size in (16, 17, 18)}
+    folders = {size: pack.folder for size, pack in used.items() if pack.folder}
+    for age, size in enumerate((17, 16, 18)):
+        os.utime(folders[size], (age, age))
+    assert limited(cache) == [folders[size] for size in (17, 16, 18)]
+    assert all("45 images" in entry.what and entry.size_bytes > 30_000 for entry in entries(cache) if entry.is_limited)
+    del used[16], used[18]
+    load(source, cache, settings(size=16))  # use counts, not age
+    assert limited(cache) == [folders[size] for size in (17, 18, 16)]
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "80kB")
+    report = Recorder()
+    new = load_pack(source, settings(size=9), cache=cache, report=report)
+    # 17 is the oldest, but in use.
+    assert set(limited(cache)) == {folders[17], new.folder}
+    assert len(report.notes) == 2
+    assert "removed the least recently used entry" in report.notes[0]
+    assert np.array_equal(used[17].images, expected_images(source, settings(size=17)))
+
+
+def test_the_cache_can_be_cleared(tmp_path, source):
+    cache = tmp_path / "cache"
+    used = load(source, cache)
+    load(source, cache, settings(size=17))
+    (cache / "downloads" / "mnist").mkdir(parents=True)
+    removed = {entry.what for entry in entries(cache) if remove(entry.path)}
+    assert removed >= {"downloads", f"45 images, {tmp_path}/data"}
+    assert np.array_equal(load(source, cache).images, used.images)
+
+
+@pytest.mark.parametrize(("text", "size"), [("5", 5e9), ("500 MB", 5e8), ("1.5t", 1.5e12), ("20k", 2e4), ("0", 0)])
+def test_limits_of_the_cache(tmp_path, monkeypatch, text, size):
+    assert limit_bytes(tmp_path) == int(0.2 * shutil.disk_usage(tmp_path).total)
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", text)
+    assert limit_bytes(tmp_path) == size
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "much")
+    with pytest.raises(InputError, match="FLATOUT_CACHE_LIMIT = 'much': must be a size such as 50GB"):
+        limit_bytes(tmp_path)
+
+
+# Digests
+
+
+def digest_files(paths: list[Path], memo: Path) -> list[bytes]:
+    return list(caches.digest_files(paths, memo=memo, report=Recorder()))
+
+
+def blake(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(caches, "_RESTED_NS", 10**8)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    paths = [folder / f"{i:03}.bin" for i in range(200)]
+    for i, path in enumerate(paths):
+        path.write_bytes(f"content {i % 150}".encode())
+    time.sleep(0.15)  # a digest is remembered only when the file has rested
+    return paths
+
+
+def change_what_is_remembered(memo: Path) -> bytes:
+    """Put another first digest into the memo, so that an answer from the memo can be told from one read anew."""
+    (file,) = memo.iterdir()
+    other = b"from the memo".ljust(DIGEST_BYTES)
+    file.write_bytes(other + file.read_bytes()[DIGEST_BYTES:])
+    return other
+
+
+def test_digests_are_of_the_content_and_remembered(files, tmp_path):
+    expected, memo = [blake(path.read_bytes()) for path in files], tmp_path / "cache" / "memo"
+    unwritable = files[0] / "memo"
+    assert digest_files([files[3], files[1], files[3]], memo=unwritable) == [expected[3], expected[1], expected[3]]
+    assert len({combined_digest(parts) for parts in ([b"a", b"bc"], [b"ab", b"c"], [b"bc", b"a"], [b"abc"])}) == 4
+    assert digest_files(files, memo=memo) == expected
+    other = change_what_is_remembered(memo)
+    assert digest_files(files, memo=memo) == [other, *expected[1:]]
+    os.truncate(next(memo.iterdir()), 100)  # a damaged memo is replaced
+    assert digest_files(files, memo=memo) == expected
+    content = np.random.default_rng(0).bytes((1 << 23) + 100)  # a large file is digested by parts
+    (tmp_path / "large").write_bytes(content)
+    parts = blake(content[: 1 << 23]) + blake(content[1 << 23 :])
+    assert digest_files([tmp_path / "large"], memo=unwritable) == [blake(parts)]
+
+
+def test_changed_content_of_equal_size_and_time_is_seen(files, tmp_path):
+    memo = tmp_path / "memo"
+    before = digest_files(files, memo=memo)
+    status = files[0].stat()
+    files[0].write_bytes(files[0].read_bytes()[::-1])
+    os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = digest_files(files, memo=memo)
+    assert after[0] == blake(files[0].read_bytes()) != before[0]
+    assert after[1:] == before[1:]
+
+
+def test_files_just_written_and_files_that_cannot_be_read_are_not_remembered(files, tmp_path):
+    memo, fresh = tmp_path / "memo", tmp_path / "fresh"
+    fresh.write_bytes(b"one")
+    digest_files([fresh], memo=memo)
+    files[5].unlink()
+    assert digest_files(files, memo=memo)[5] != blake(b"")
+    assert not memo.exists()

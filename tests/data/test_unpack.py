@@ -233,16 +233,10 @@ def test_bombs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     assert_refused(tmp_path / "b.tar.bz2", cache, r"is damaged \(a header of 16,\d{3},\d{3} bytes\)")
 
 
-def test_archives_of_archives_and_empty_ones(tmp_path: Path, cache: Path):
+def test_archives_of_archives(tmp_path: Path):
     path = c.in_zip(zipfile.ZIP_STORED, c.in_tar("w"))(tmp_path)
-    with pytest.raises(InputError, match=r"set\.zip/set\.tar: holds the archive set\.tar, which is not read here"):
+    with pytest.raises(InputError, match=r"set\.zip/set\.tar: holds nothing that flatout recognises"):
         recognise(path).read()
-    zipfile.ZipFile(tmp_path / "a.zip", "w").close()
-    with tarfile.open(tmp_path / "a.tar", "w"):
-        pass
-    for name in ("a.zip", "a.tar"):
-        with pytest.raises(InputError, match="is an empty archive"):
-            recognise(tmp_path / name).read()
 
 
 @pytest.mark.parametrize("name", ["set.tar", "set.tar.gz", "set.tar.bz2", "set.tar.xz", "set.zip"])

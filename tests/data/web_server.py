@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.command == "GET" and here.then:
             self.server.resources[path] = here.then
-        self.send_response(here.status)
+        self.send_response(206 if "Range" in self.headers and here.status == 200 else here.status)
         for name, value in {**({"ETag": here.etag} if here.etag else {}), **here.headers}.items():
             self.send_header(name, value)
         if here.tells_size:

@@ -443,12 +443,14 @@ def do_pack(args: Namespace, console: Console) -> Output:
 @command("", "--clear --json", "cache --clear")
 def do_cache(args: Namespace, console: Console) -> Output:
     """Show or clear the decoded and downloaded data."""
-    from flatout.data.cache import cache_folder, clear, entries
+    from flatout.data.cache import cache_folder, entries, remove
 
     shown, what = entries(), "entries"
     if args.clear:
-        shown, kept = clear(shown)
-        what = f"entries removed, {len(kept)} in use or not removable" if kept else "entries removed"
+        before = len(shown)
+        shown = [entry for entry in shown if remove(entry.path)]
+        kept = before - len(shown)
+        what = f"entries removed, {kept} in use or not removable" if kept else "entries removed"
     rows = [(entry.size_bytes, f"{datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}") for entry in shown]
     rows.append((sum(size for size, _ in rows), f"in {len(shown)} {what}: {cache_folder()}"))
     lines = [f"{size / 1e6:10,.1f} MB  {about}" for size, about in rows]

@@ -1,8 +1,6 @@
 """From the rows of a pack to batches: the order of samples, and reading them ahead of time.
 
-The order is a function of (seed, epoch, position). In block order (`data.order`), an epoch goes through windows of
-blocks of images, which are read ahead in large pieces, because disks are slow at reading single images in random order;
-see `utils.random.block_permutation`. Memory does not grow with the number of images.
+In block order (`data.order`), an epoch goes through windows of blocks of images, which are read ahead in large pieces.
 """
 
 import os
@@ -55,24 +53,20 @@ class Split:
 
     @property
     def nbytes(self) -> int:
-        """The size of the split's images in bytes."""
         return len(self) * self.images[:1].nbytes
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the images are in a file that is read for each batch."""
         return isinstance(self.images, np.memmap)
 
     def at(self, positions: np.ndarray) -> "Split":
-        """Return the samples at `positions`, int64 [M]."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
     def mirrored(self) -> "Split":
-        """Return the split with every image [H, W, C] flipped horizontally."""
         return replace(self, is_mirrored=not self.is_mirrored)
 
     def images_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return a copy of the images at `positions`, [B, ...]; see `read`."""
+        """Return a copy of the images at `positions`, [B, ...]."""
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
 
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -205,10 +199,7 @@ def _with_windows(batches: Iterator[Batch], order: np.ndarray, ends: np.ndarray,
 def prefetch(
     load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3, pool: ThreadPoolExecutor | None = None
 ) -> Iterator[Loaded]:
-    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread or in `pool`.
-
-    Exceptions of `load` are raised here, in order. Closing the iterator ends the threads.
-    """
+    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread or in `pool`."""
     items = iter(items)
     with pool or ThreadPoolExecutor(1, thread_name_prefix="flatout-feed") as pool:
         pending = deque(pool.submit(load, item) for item in islice(items, depth))
@@ -226,7 +217,6 @@ class Ahead(Generic[Loaded]):
         self._next: tuple[int, Future[Loaded]] | None = None
 
     def __call__(self, epoch: int) -> Loaded:
-        """Return the result of an epoch."""
         is_ready = self._next is not None and self._next[0] == epoch
         result = self._next[1].result() if self._next and is_ready else self._compute(epoch)
         self._next = epoch + 1, self._pool.submit(self._compute, epoch + 1)
@@ -236,8 +226,7 @@ class Ahead(Generic[Loaded]):
 def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Yield the batches, each once the images of its window (see `Batch.ahead`) are in the file cache.
 
-    A thread reads the next window in file order. The `ranks` of a host share the cache, so each reads its part. Nothing
-    is read ahead in full order or if the images are in memory.
+    A thread reads the next window in file order. The `ranks` of a host share the cache, so each reads its part.
     """
     images = samples.images
     if not isinstance(images, np.memmap):

@@ -52,16 +52,9 @@ from flatout.utils.files import lock, printable
 
 
 def find(
-    data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
+    data: object, options: Data | None = None, task: str = "auto", *, console: Console | None = None
 ) -> DataSource | ImageDataset:
-    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python.
-
-    `task` is that of a recipe; `console` shows the progress of a download.
-
-    Raises:
-        InputError: the data does not exist, cannot be downloaded, or is not usable for training.
-        DiskFull: a download does not fit.
-    """
+    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python."""
     from flatout.data.detect import from_python, recognise
     from flatout.data.fetch import download, is_remote
 
@@ -81,11 +74,7 @@ def find(
 
 
 def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
-    """Return the pack that a recipe asks for, from the cache if possible.
-
-    Raises:
-        InputError: images cannot be read, the data has no groups, or data.class_names does not fit.
-    """
+    """Return the pack that a recipe asks for, from the cache if possible."""
     data = recipe.data
     settings = PackSettings(
         size=collapse_size(recipe.stored_sides),
@@ -120,13 +109,8 @@ def load_pack(
 ) -> Pack:
     """Return the data as a pack: the user's own, a cached one, or a new one.
 
-    Cached packs are found by content and settings. If the cache is not writable, the pack is a temporary file that
-    disappears with the process. Arrays of the right size stay in memory.
-
-    Raises:
-        InputError: the data cannot be read; images are bad (all are named); the user's pack is damaged or does not fit
-            the settings.
-        DiskFull: the disk is full.
+    If the cache is not writable, the pack is a temporary file that disappears with the process. Arrays of the right
+    size stay in memory.
     """
     if isinstance(data, DataSource) and data.kind == "pack":
         return _fitting(replace(open_pack(data.path), is_decoded=False), settings)
@@ -145,7 +129,7 @@ def load_pack(
 
 
 def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    """Make a pack in a new folder; raises InputError if it exists, if the data is a pack, or as `load_pack`."""
+    """Make a pack in a new folder."""
     if isinstance(data, DataSource) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
     if folder.exists():

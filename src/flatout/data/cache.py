@@ -1,10 +1,10 @@
 """The cache of packs, downloads and compiled programs: keys, locks and the size limit.
 
-Packs, downloads by URL and unpacked archives are folders called KEY, with KEY.partial and KEY.lock next to them while
-they are made.
+Packs, downloads and unpacked archives are folders called KEY, with KEY.partial and KEY.lock next to them while made.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +44,9 @@ _RESTED_NS = 25 * 10**8
 class Progress(Protocol):
     """Shows progress to the user."""
 
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Show the progress; called often."""
+    def update(self, done: int, total: int, unit: str = "images") -> None: ...
 
-    def note(self, text: str) -> None:
-        """Show one sentence."""
+    def note(self, text: str) -> None: ...
 
 
 class NotWritable(InputError):
@@ -68,11 +66,7 @@ def cache_folder() -> Path:
 
 
 def limit_bytes(folder: Path) -> int:
-    """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity.
-
-    Raises:
-        InputError: FLATOUT_CACHE_LIMIT is not a size.
-    """
+    """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity."""
     text = os.environ.get(LIMIT, "").strip()
     if not text:
         return int(_LIMIT_SHARE * shutil.disk_usage(folder).total)
@@ -99,11 +93,7 @@ def temporary_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
-    """Lock a folder to be made, waiting with a note while another process has the lock; it ends with the process.
-
-    Raises:
-        NotWritable: the folder around it cannot be written.
-    """
+    """Lock a folder to be made, waiting with a note while another process has the lock; it ends with the process."""
     path = target.with_name(target.name + ".lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,16 +120,13 @@ def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
 
 @contextlib.contextmanager
 def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
-    """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it.
-
-    Raises:
-        DiskFull: see `disk_full` for the arguments.
-        NotWritable: the folder around it cannot be written.
-    """
+    """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it."""
     folder = target.with_name(target.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)  # of a killed process
     try:
         folder.mkdir(parents=True)
+        if needed > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield folder
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +152,7 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """List the cache, least recently used first. Other processes may change entries concurrently."""
+    """List the cache, least recently used first."""
     folder = folder or cache_folder()
     kinds = (*_DESCRIPTIONS, "downloads")
     paths = [path for path in folder.glob("*") if path.name not in kinds]
@@ -177,13 +164,17 @@ def entries(folder: Path | None = None) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.used)
 
 
-def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Remove entries; return the removed ones, and those that are in use or cannot be removed."""
-    removed: list[Entry] = []
-    kept: list[Entry] = []
-    for entry in some:
-        (removed if remove(entry.path) else kept).append(entry)
-    return removed, kept
+def use(target: Path, doing: str, report: Progress, make: Callable[[], None]) -> int:
+    """Make an entry unless it exists, in one process; return a descriptor that keeps it in the cache until closed."""
+    with making(target, doing, report):
+        if not target.exists():
+            make()
+        with contextlib.suppress(OSError):  # only records the last use
+            os.utime(target)
+        descriptor = lock(target / _DESCRIPTIONS[target.parent.name], shared=True)
+        assert descriptor is not None
+    make_room(target.parent.parent, report)
+    return descriptor
 
 
 def make_room(folder: Path, report: Progress) -> None:
@@ -245,54 +236,44 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: Sequence[object], *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
-    """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
+def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> Iterator[bytes]:
+    """Yield the digest of each file's content, read on all cores; one that cannot be read has the digest of the reason.
 
-    Args:
-        paths: of type `Path`; for images in containers, pass the containers.
-        memo: a folder that stores the digests, created if missing. If size, inode, mtime and ctime of all files are
-            unchanged, none is read again. If it is not writable, everything is read.
-        report: receives the number of parts read.
-
-    Returns:
-        A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
-        reported when it is decoded.
+    `memo` is a folder that stores the digests: while size, inode, mtime and ctime of all files are unchanged, none is
+    read again.
     """
     names, now_ns = [os.path.abspath(path) for path in paths], time.time_ns()  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
     stamps = list(map(_stamp, names))
     stamped = (os.fsencode(f"{stamp} {name}") for stamp, name in zip(stamps, names, strict=True))
-    known = memo and memo / combined_digest(stamped)
-    digests = b""
-    if known:
-        with contextlib.suppress(OSError):
-            digests = known.read_bytes()
+    known, digests = memo / combined_digest(stamped), b""
+    with contextlib.suppress(OSError):
+        digests = known.read_bytes()
     if len(digests) != DIGEST_BYTES * len(names):
         digests = _read_digests(names, stamps, report)
         is_settled = all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps)
-        if known and is_settled and stamps == list(map(_stamp, names)):
+        if is_settled and stamps == list(map(_stamp, names)):
             with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
-                known.parent.mkdir(parents=True, exist_ok=True)
+                memo.mkdir(parents=True, exist_ok=True)
                 write_atomically(known, digests)
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _read_digests(names: Sequence[str], stamps: Sequence[tuple[int, ...]], report: Progress | None) -> bytes:
+def _read_digests(names: Sequence[str], stamps: Sequence[tuple[int, ...]], report: Progress) -> bytes:
     # Reading a FIFO or a device might never end.
     digests = [b"" if any(stamp) else _blake2b(b"not a regular file") for stamp in stamps]
-    parts = [
-        (i, start) for i, stamp in enumerate(stamps) if any(stamp) for start in range(0, max(stamp[0], 1), _PART_BYTES)
-    ]
+    sizes = [max(stamp[0], 1) if any(stamp) else 0 for stamp in stamps]
+    parts = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, _PART_BYTES)]
     step = max(1, min(_PARTS_PER_TASK, len(parts) // usable_cores()))
+    tasks = [parts[first : first + step] for first in range(0, len(parts), step)]
 
-    def read(first: int) -> list[bytes]:
-        return [_digest_of_part(names[i], start) for i, start in parts[first : first + step]]
+    def read(task: list[tuple[int, int]]) -> list[bytes]:
+        return [_digest_of_part(names[i], start) for i, start in task]
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for first, results in zip(range(0, len(parts), step), pool.map(read, range(0, len(parts), step)), strict=True):
-            for (i, _), digest in zip(parts[first : first + step], results, strict=True):
+        for number, (task, results) in enumerate(zip(tasks, pool.map(read, tasks), strict=True), start=1):
+            for (i, _), digest in zip(task, results, strict=True):
                 digests[i] += digest
-            if report is not None:
-                report.update(min(first + step, len(parts)), len(parts), "files")
+            report.update(min(number * step, len(parts)), len(parts), "files")
     return b"".join(digest if len(digest) == DIGEST_BYTES else _blake2b(digest) for digest in digests)
 
 

@@ -1,26 +1,18 @@
 """Decode an image file to an array: upright, with the wanted channels, bits and size.
 
-JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); TIFF files of which Pillow
-would lose bands or bits by tifffile; everything else by Pillow. All then go through one resize (`data.pixels`).
-Everything expensive runs in compiled code that releases the GIL, so threads use all cores.
-
-Unusual images are always treated in the same way: EXIF orientation is applied; CMYK and YCCK are converted to RGB;
-transparency is composed over white, unless there are 4 channels; of an animation the first frame is taken. A file that
-is damaged, incomplete, not an image, or larger than the limit is a `BadImage` with the reason.
-
-Shape letters: N images, H height, W width, C channels.
+JPEG files are decoded by libjpeg-turbo, TIFF files of which Pillow would lose bands or bits by tifffile, all else by
+Pillow; all then go through one resize. A file that cannot be used is a `BadImage` with the reason.
 """
 
 import io
 import logging
 import math
 import os
-import re
 import stat
 import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -52,8 +44,6 @@ RESIZE_METHOD = (
     "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 4; "
     "16 bits in 32-bit floats"
 )
-# Chroma is replicated rather than interpolated if the total reduction is at least this.
-MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
 # Files whose headers are read to find the usual shape, channels and bits.
 SAMPLED = 64
 
@@ -63,10 +53,8 @@ LIMIT = "FLATOUT_MAX_PIXELS"
 MAX_PIXELS = 2 * 89_478_485
 # Larger images of other formats than JPEG are decoded one at a time, and averaged before they are resized.
 LARGE_PIXELS = 2**25
-# Larger files are refused unread: they are not images.
-MAX_FILE_BYTES = 2**31
-# Larger arrays, in bytes, are refused before allocation.
-MAX_ARRAY_BYTES = 2**31
+# Larger files are refused unread, and larger arrays before allocation.
+MAX_FILE_BYTES = MAX_ARRAY_BYTES = 2**31
 _ONE_LARGE_IMAGE = threading.Lock()
 
 JPEG_START = b"\xff\xd8\xff"
@@ -82,35 +70,16 @@ _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
-_HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-# Files often found among images: patterns of their first bytes in lower case, and the message.
-_STRANGERS = {
-    rb"\s*(\xef\xbb\xbf)?\s*(<!doctype html|.*<html|<svg|<\?xml)": "is HTML, XML or SVG, not an image",
-    rb"version https://git-lfs": "is a pointer of Git LFS, not an image: run git lfs pull",
-    _HEIF.pattern: "is HEIC, which needs the package pillow-heif: pip install pillow-heif",
-    rb"....ftypavi[fs]|riff....webp": "is AVIF or WebP, which this Pillow cannot decode: pip install -U pillow",
-    rb"ii[*+]\0|mm\0[*+]": "is a damaged TIFF file, or of a rare kind, such as floats: convert it to 8 or 16 bits",
-}
-
 
 class ImageBytes(Protocol):
     """An encoded image: a `pathlib.Path` or a part of another file; `str()` is its name in messages."""
 
-    def read_bytes(self) -> bytes:
-        """Return the bytes; raises OSError."""
-        ...
+    def read_bytes(self) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageHeader:
-    """The header of an image file.
-
-    Attributes:
-        width, height: pixels of the upright image.
-        mode: Pillow's, or a number of bands and their type.
-        channels: 1 for grey images, 3 for colour, else the number of bands.
-        bits: 8 or 16 per channel.
-    """
+    """The header of an image file: its upright size; Pillow's mode, or number and type of the bands; channels, bits."""
 
     width: int
     height: int
@@ -120,24 +89,13 @@ class ImageHeader:
 
 
 def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
-    """Return the image in `path` as uint8 [height, width, channels], or uint16.
+    """Return the image in `path` as uint8 [height, width, channels], or uint16 with 16 `bits`; raise BadImage.
 
-    Args:
-        path: the file or part of a container, or its bytes; the content decides the format, not the name.
-        size: height and width of the result, in pixels.
-        channels: 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the file's number of bands.
-        resize: "squash" (to the shape of the result); "crop" (the largest centred part of that shape, then resized; the
-            same as resizing and cropping the centre, but cheaper); or "pad" (resized to fit into the result, then
-            centred on black). The centre is kept to a pixel of the file, or to the divisor where a JPEG was scaled in
-            the DCT, which is less than half a pixel of the result.
-        bits: 8 or 16. 8-bit pixels are multiplied by 257 for 16, so that white stays white; 16-bit pixels are scaled to
-            8 by the bits in use.
-
-    docs/data.md has the largest differences from Pillow's `convert`, `crop` and `resize(..., BILINEAR)`.
-
-    Raises:
-        BadImage: the file cannot be read, is not an image, is damaged or incomplete, too large, of an unsupported kind,
-            or has other channels.
+    The content decides the format, not the name. `channels` are 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the file's
+    number of bands. `resize` is "squash" (to the shape of the result), "crop" (the largest centred part of that shape,
+    then resized), or "pad" (resized to fit into the result, then centred on black). The centre is kept to a pixel of
+    the file, or to the divisor where a JPEG was scaled in the DCT: less than half a pixel of the result. 8-bit pixels
+    are multiplied by 257 for 16, so that white stays white; 16-bit pixels are scaled to 8 by the bits in use.
     """
     target = Target(*sides(size), channels, resize, bits)
     data, image = path if isinstance(path, bytes) else read_file(path), None
@@ -149,7 +107,6 @@ def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize:
 
 
 def read_header(path: ImageBytes | bytes) -> ImageHeader:
-    """Return the header of an image file, a part of a container, or bytes; raises BadImage."""
     if not isinstance(path, bytes | Path):
         path = read_file(path)
     start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
@@ -157,17 +114,20 @@ def read_header(path: ImageBytes | bytes) -> ImageHeader:
         bands = _bands_of(file) if start.startswith(TIFF_STARTS) else None
         if bands and (not bands.is_picture or bands.bits == 16):
             refuse_size(bands.width, bands.height)
-            width, height = _turned(bands.width, bands.height, bands.orientation)
-            mode = f"{bands.count} x uint{bands.bits}"
-            return ImageHeader(width=width, height=height, mode=mode, channels=bands.count, bits=bands.bits)
-        file.seek(0)
-        with _open_with_pillow(file, start) as image:
-            # Some versions of Pillow have already transposed the size, for TIFF images only.
-            size = (tags[_WIDTH], tags[_HEIGHT]) if (tags := getattr(image, "tag_v2", None)) else image.size
-            width, height = _turned(*size, _orientation_of(image))
-            bits = 16 if image.mode.startswith("I") else 8
-            channels = 1 if bits == 16 or image.mode in ("1", "L", "LA", "La") else 3
-            return ImageHeader(width=width, height=height, mode=image.mode, channels=channels, bits=bits)
+            width, height, orientation = bands.width, bands.height, bands.orientation
+            mode, channels, bits = f"{bands.count} x uint{bands.bits}", bands.count, bands.bits
+        else:
+            file.seek(0)
+            with _open_with_pillow(file, start) as image:
+                # Some versions of Pillow have already transposed the size, for TIFF images only.
+                tags = getattr(image, "tag_v2", None)
+                width, height = (tags[_WIDTH], tags[_HEIGHT]) if tags else image.size
+                mode, orientation = image.mode, _orientation_of(image)
+                bits = 16 if mode.startswith("I") else 8
+                channels = 1 if bits == 16 or mode in ("1", "L", "LA", "La") else 3
+    if orientation in TURNED:
+        width, height = height, width
+    return ImageHeader(width=width, height=height, mode=mode, channels=channels, bits=bits)
 
 
 def read_headers(paths: Sequence[ImageBytes]) -> list[ImageHeader]:
@@ -180,11 +140,7 @@ def read_headers(paths: Sequence[ImageBytes]) -> list[ImageHeader]:
 
 
 def read_file(path: ImageBytes, length: int = -1) -> bytes:
-    """Return the first `length` bytes of a file, or all bytes of a file or of a part of a container.
-
-    Raises:
-        BadImage: it cannot be read, is empty, too large or not a regular file.
-    """
+    """Return the first `length` bytes of a file, or all bytes of a file or of a part of a container."""
     try:
         if isinstance(path, Path):
             status = path.stat()
@@ -215,10 +171,6 @@ def refuse_size(width: int, height: int) -> None:
         raise BadImage(f"has {width} x {height} pixels, more than {most:,}, the limit ({LIMIT} sets it)")
 
 
-def _turned(width: int, height: int, orientation: int) -> tuple[int, int]:
-    return (height, width) if orientation in TURNED else (width, height)
-
-
 # JPEG
 
 
@@ -239,7 +191,7 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
         image_HWC = simplejpeg.decode_jpeg(
             data,
             colorspace={1: "GRAY", 4: "RGBA"}.get(target.channels, "RGB"),
-            fastupsample=reduction >= MIN_REDUCTION_FOR_REPLICATED_CHROMA,
+            fastupsample=reduction >= 2,  # replicates the chroma
             min_height=-(-height // divisor),
             min_width=-(-width // divisor),
             min_factor=divisor,
@@ -335,19 +287,12 @@ def _read_tiff(data: bytes) -> np.ndarray:
 
     # Its log about damaged files becomes the reason, or is ignored.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
-    try:
-        with tifffile.TiffFile(io.BytesIO(data)) as file:
-            page = file.pages.first
-            parts = zip(page.dataoffsets, page.databytecounts, strict=True)
-            if not all(offset + count <= len(data) for offset, count in parts):
-                raise BadImage("is truncated: some of its pixels are not there")
-            axes, pixels = page.axes, page.asarray(maxworkers=1)
-    except (BadImage, MemoryError):
-        raise
-    except Exception as error:  # as with Pillow, any error here means a damaged file, or a missing package
-        if "imagecodecs" in str(error):
-            raise BadImage(f"needs the package imagecodecs, pip install imagecodecs: {error}") from None
-        raise BadImage(f"is truncated or damaged: {error}") from None
+    with _damage_refused(), tifffile.TiffFile(io.BytesIO(data)) as file:
+        page = file.pages.first
+        parts = zip(page.dataoffsets, page.databytecounts, strict=True)
+        if not all(offset + count <= len(data) for offset, count in parts):
+            raise BadImage("is truncated: some of its pixels are not there")
+        axes, pixels = page.axes, page.asarray(maxworkers=1)
     if axes not in ("YXS", "SYX"):
         raise BadImage(f"has bands in the order {axes}; save them as YXS or SYX")
     return np.ascontiguousarray(pixels if axes == "YXS" else pixels.transpose(1, 2, 0))
@@ -393,36 +338,27 @@ STRICT_PILLOW = _StrictPillow()
 def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
     with STRICT_PILLOW:
         image = _open_with_pillow(io.BytesIO(data), data)
-        with _ONE_LARGE_IMAGE if image.width * image.height > LARGE_PIXELS else nullcontext(), image:
-            try:
-                image.load()
-                orientation = _orientation_of(image)
-                target = target.turned(orientation)
-                image_HWC = _to_array(image, target)
-            except (BadImage, MemoryError):
-                raise
-            except Exception as error:  # as for the header: any error here means a damaged file
-                raise BadImage(f"is truncated or damaged: {error}") from None
-    del image  # free the memory before the resize
+        turn = _ONE_LARGE_IMAGE if image.width * image.height > LARGE_PIXELS else nullcontext()
+        with turn, closing(image), _damage_refused():  # closing frees the pixels before the next image's turn
+            image.load()
+            orientation = _orientation_of(image)
+            target = target.turned(orientation)
+            image_HWC = _to_array(image, target)
     return upright(resized_to(image_HWC[None], target)[0], orientation)
 
 
 def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
-    if _HEIF.match(start):
+    if start[4:8] == b"ftyp":
         with suppress(ImportError):
             import pillow_heif  # pyright: ignore[reportMissingImports]
 
             pillow_heif.register_heif_opener()
-    try:
-        image = Image.open(file)
-    except UnidentifiedImageError:
-        start = start[:_START_BYTES]
-        known = (message for pattern, message in _STRANGERS.items() if re.match(pattern, start.lower(), re.DOTALL))
-        raise BadImage(next(known, f"is not an image of a known format (it begins with {start[:8]!r})")) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's many formats raise nearly every built-in error on a damaged header
-        raise BadImage(f"is truncated or damaged: {error}") from None
+    with _damage_refused():
+        try:
+            image = Image.open(file)
+        except UnidentifiedImageError:
+            fix = "; HEIC needs pip install pillow-heif" if start[4:8] == b"ftyp" else ""
+            raise BadImage(f"is not an image of a known format (it begins with {start[:40]!r}){fix}") from None
     try:
         refuse_size(image.width, image.height)
         if start.startswith(TIFF_STARTS):
@@ -436,6 +372,17 @@ def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
     return image
 
 
+@contextmanager
+def _damage_refused() -> Iterator[None]:
+    """Turn an error of a decoder into BadImage: on damaged files they raise nearly every built-in error."""
+    try:
+        yield
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:
+        raise BadImage(f"is truncated or damaged: {error}") from None
+
+
 def _orientation_of(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(EXIF_ORIENTATION, 1))
@@ -444,7 +391,6 @@ def _orientation_of(image: Image.Image) -> int:
 
 
 def _to_array(image: Image.Image, target: Target) -> np.ndarray:
-    """Return a loaded image as uint8 [H, W, 1, 3 or 4] or uint16 [H, W, 1], box-averaged if large."""
     if image.mode == "F":
         raise BadImage("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):

@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flatout.config import Data
 from flatout.config.settings import nearest_path
@@ -12,7 +11,7 @@ from flatout.data.cache import Progress
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
-from flatout.data.pack import open_pack
+from flatout.data.pack import DESCRIPTION, open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import is_archive, unpack
@@ -38,19 +37,14 @@ FORMATS: tuple[Callable[[Path, Path | None, ReadOptions], DataSource | None], ..
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (
-    "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
-    "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "
-    ".tar archives of these, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, and packs"
+    "holds nothing that flatout recognises. It reads a folder for each class (or train/, valid/ and test/ with such "
+    "folders in each), CSV files of file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, "
+    ".npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, packs, and a "
+    ".zip or .tar archive of one of these, given itself"
 )
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
-_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".gz", ".bz2", ".xz", ".zst")
 # Recipe keys that affect what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
-
-
-def is_pack(path: Path) -> bool:
-    """Whether a path is a pack, a folder of decoded images."""
-    return (path / "pack.json").is_file()
 
 
 def recognise(
@@ -59,9 +53,6 @@ def recognise(
     """Recognise the data at a path, or `sklearn:digits`, without reading the images.
 
     `report` shows the progress of unpacking an archive, when its images are read.
-
-    Raises:
-        InputError: the path does not exist or has no known format.
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
@@ -71,7 +62,7 @@ def recognise(
     for file in expand_braces(path):
         if not file.exists():
             raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
-    if is_pack(path):
+    if (path / DESCRIPTION).is_file():
         return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
@@ -81,7 +72,7 @@ def recognise(
         read = _ArchiveReader(path, class_list if options.classes else None, options, report)
         found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
     if found is None:
-        raise InputError(f"{path}: {_explain(path)}")
+        raise InputError(f"{path}: {_EXPECTED}")
     found = replace(found, task=task)
     if not found.inputs:
         return found
@@ -93,23 +84,20 @@ def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions)
     return next((found for recognise in FORMATS if (found := recognise(path, class_list, options))), None)
 
 
+@dataclass(eq=False)
 class _ArchiveReader:
-    """Unpacks an archive and reads its content in any format; messages name the archive.
+    """Unpacks an archive and reads its content in any format; messages name the archive."""
 
-    The console, which shows the progress of unpacking, is not pickled.
-    """
+    path: Path
+    class_list: Path | None
+    options: ReadOptions
+    report: Progress | None
 
-    def __init__(
-        self, path: Path, class_list: Path | None, options: ReadOptions, report: Progress | None = None
-    ) -> None:
-        self._arguments, self._report = (path, class_list, options), report
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ArchiveReader, self._arguments
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "report": None}  # the console is not pickled
 
     def __call__(self) -> ImageDataset:
-        path, class_list, options = self._arguments
-        unpacked = unpack(path, self._report)
+        unpacked, options = unpack(self.path, self.report), self.options
         root, folder = unpacked.folder, str(unpacked.folder)
         # Many archives contain a single folder; others are one compressed file.
         while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
@@ -117,14 +105,14 @@ class _ArchiveReader:
         if options.images:
             options = replace(options, images=str(root / options.images))
         try:
-            found = _recognise_format(root, class_list or find_class_list("", root), options)
+            found = _recognise_format(root, self.class_list or find_class_list("", root), options)
             if found is None:
-                raise InputError(f"{root}: {_explain(root)}")
+                raise InputError(f"{root}: {_EXPECTED}")
             source = found.read()
         except InputError as error:
-            raise InputError(str(error).replace(folder, str(path)), error.details) from None
-        notes = tuple(note.replace(folder, str(path)) for note in source.notes)
-        return replace(source, path=path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
+            raise InputError(str(error).replace(folder, str(self.path)), error.details) from None
+        notes = tuple(note.replace(folder, str(self.path)) for note in source.notes)
+        return replace(source, path=self.path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
 
 
 def _content(folder: Path) -> list[Path]:
@@ -152,15 +140,3 @@ def _read_pack(path: Path) -> ImageDataset:
         groups=None if pack.groups is None else pack.groups.astype(str),
         notes=pack.notes,
     )
-
-
-def _explain(path: Path) -> str:
-    files = [entry.name for entry in folders.visible(path)] if path.is_dir() else [path.name]
-    if archive := next((name for name in files if name.lower().endswith(_ARCHIVES)), ""):
-        return f"holds the archive {archive}, which is not read here; give its path, or unpack it and give the folder"
-    if folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name):
-        return (
-            "holds images but nothing that names their classes; sort them into a folder for each class, or list "
-            "them in a CSV file with rows of file,label"
-        )
-    return f"holds nothing recognisable; {_EXPECTED}"

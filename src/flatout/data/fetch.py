@@ -8,22 +8,32 @@ import logging
 import os
 import re
 import shutil
+import tomllib
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import fsspec
 from fsspec.callbacks import Callback
 
-from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, disk_full, make_room, making
+from flatout import __version__
+from flatout.data.cache import (
+    DOWNLOAD,
+    NotWritable,
+    Progress,
+    cache_folder,
+    combined_digest,
+    disk_full,
+    making,
+    use,
+)
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
-from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 # Timeout of a silent connection.
 _TIMEOUT_SECONDS = 20.0
@@ -37,7 +47,7 @@ _SILENT = logging.NullHandler()
 class _Store(NamedTuple):
     package: str  # and how to install it
     access: str  # what to do about missing permission
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, object] = {}
 
 
 _STORES = {
@@ -57,16 +67,7 @@ _STORES = {
 }
 
 
-class _TransferError(InputError):
-    """A file could not be downloaded, for `reason`."""
-
-    def __init__(self, url: str, reason: str, fix: str = "run the same command again") -> None:
-        super().__init__(f"{url}: {reason}; {fix}")
-        self.reason = reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RemoteFile:
+class _RemoteFile(NamedTuple):
     path: str  # for fsspec
     name: str  # its path in the folder of the download
     size: int | None
@@ -77,7 +78,7 @@ class _RemoteFile:
         return path.is_file() and self.size in (None, path.stat().st_size)
 
 
-def is_remote(data: Any) -> bool:
+def is_remote(data: object) -> TypeGuard[str]:
     """Whether data is a URL."""
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
@@ -87,36 +88,16 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
 
     The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
     the files that are complete. Of several processes, one downloads.
-
-    Raises:
-        InputError: the source cannot be read, has changed during the download, or the cache cannot be written.
-        DiskFull: the disk is full.
     """
-    shown, (scheme, _, rest) = _without_query(url), url.partition("://")
-    if scheme not in (*_WEB, *_STORES) or not rest.strip("/"):
-        known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
-        raise InputError(f"{shown}: is not read; flatout downloads from {known}; or give a local path")
-    if urllib.parse.urlsplit(url).username is not None:
-        raise InputError(
-            f"{shown}: a password in a URL ends up in recipes and reports; put it into ~/.netrc "
-            "(machine HOST login USER password PASSWORD) and remove it from the URL"
-        )
-    server = _Server(url if scheme in _WEB else url.rstrip("/"))
+    server = _Server(url)
     name, files = server.list_files()
     key = combined_digest(
         [server.url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)]
     )
     target = cache_folder() / "remote" / key
-    with making(target, "downloading this data", report):
-        if target.exists():
-            report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
-        else:
-            _download(server, name, files, target, report)
-        with contextlib.suppress(OSError):  # only records the last use
-            os.utime(target)
-        descriptor = lock(target / DOWNLOAD, shared=True)
-        assert descriptor is not None
-    make_room(cache_folder(), report)
+    if target.exists():
+        report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
+    descriptor = use(target, "downloading this data", report, lambda: _download(server, name, files, target, report))
     return target / name, descriptor
 
 
@@ -138,7 +119,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         server.get(missing, unfinished, _Shown(total - needed, total, report))
         if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise _TransferError(server.shown, "changed during the download")
+            raise InputError(f"{server.shown}: changed during the download; run the same command again")
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
@@ -146,8 +127,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
         if error.errno in NO_SPACE:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise full from None
-        what = f"cannot be written to the cache {unfinished}: {error.strerror or error}"
-        raise InputError(f"{server.shown}: {what}") from None
+        raise NotWritable(unfinished, error) from None
 
 
 class _Shown(Callback):
@@ -157,12 +137,10 @@ class _Shown(Callback):
         super().__init__(value=done)
         self._total, self._report = max(1, total // 10**6), report
 
-    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Shown":
-        """Return the callback of one file."""
+    def branched(self, path_1: str, path_2: str, **kwargs: object) -> "_Shown":
         return self
 
     def relative_update(self, inc: int = 1) -> None:
-        """Count bytes."""
         self.value += inc
         self._report.update(self.value // 10**6, self._total, "MB")
 
@@ -171,16 +149,16 @@ class _Shown(Callback):
 
 
 class _Server:
-    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages.
-
-    Raises:
-        InputError: a package is missing.
-    """
+    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.shown = url, _without_query(url)
-        scheme = url.partition("://")[0]
+        scheme, _, rest = url.partition("://")
         self._store = _STORES.get(scheme)
+        self.url, self.shown = url.rstrip("/") if self._store else url, _without_query(url)
+        if scheme not in (*_WEB, *_STORES) or not rest.strip("/") or urllib.parse.urlsplit(url).username is not None:
+            known = ", ".join(f"{name}://..." for name in (*_WEB, *_STORES))
+            fix = f"give a local path or {known}, with user name and password in ~/.netrc, not in the URL"
+            raise InputError(f"{self.shown}: is not read; {fix}")
         options = copy.deepcopy(self._store.options) if self._store else self._web_options()
         try:
             # A new instance each time: cached ones remember file listings.
@@ -192,17 +170,17 @@ class _Server:
         for library in (type(self._system).__module__.partition(".")[0], "aiohttp", "asyncio"):
             logging.getLogger(library).addHandler(_SILENT)
 
-    def _web_options(self) -> dict[str, Any]:
+    def _web_options(self) -> dict[str, object]:
         import aiohttp
 
-        from flatout import __version__
-
-        async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
+        async def refuse_downgrade(
+            session: object, context: object, params: aiohttp.TraceRequestRedirectParams
+        ) -> None:
             """Refuse unencrypted redirects: aiohttp sends credentials again to the same host."""
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
                 where = _without_query(location)
-                raise _TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
+                raise InputError(f"{self.shown}: redirects to {where}, without encryption; give another URL")
 
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(refuse_downgrade)
@@ -216,11 +194,7 @@ class _Server:
         return {"client_kwargs": client}
 
     def list_files(self) -> tuple[str, list[_RemoteFile]]:
-        """Return the name of the data in the folder of its download, and its files.
-
-        Raises:
-            InputError: nothing is there, the server refuses, or the names are unsafe.
-        """
+        """Return the name of the data in the folder of its download, and its files."""
         if "{" in self.url:
             # Shards: the names begin with the first folder that has braces.
             base = self.url.partition("{")[0]
@@ -229,7 +203,7 @@ class _Server:
             parts = [str(path) for path in expand_braces(Path(name))]
             with ThreadPoolExecutor(_CONNECTIONS) as pool:
                 listed = list(pool.map(self._list_one, (self.url.replace(name, part) for part in parts)))
-            files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
+            files = [file._replace(name=part) for part, found in zip(parts, listed, strict=True) for file in found]
         else:
             files = self._list_one(self.url)
             name = PurePosixPath(files[0].name).parts[0]
@@ -243,7 +217,7 @@ class _Server:
 
     def _list_one(self, url: str) -> list[_RemoteFile]:
         """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
-        with self.errors(url):
+        with self._errors(url):
             self._system.invalidate_cache()
             info = self._system.info(url)
             if self._store is None:
@@ -253,7 +227,7 @@ class _Server:
         # Some tools mark a folder by an empty object.
         files = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
         if not files:
-            raise _TransferError(url, "the folder holds no files", "check the URL")
+            raise InputError(f"{url}: the folder holds no files; check the URL")
         names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
         return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
 
@@ -267,28 +241,28 @@ class _Server:
         name = re.split(r"[/\\]", urllib.parse.unquote(urllib.parse.urlsplit(url).path))[-1].lstrip(".")
         if info.get("mimetype") == "text/html" or not name:
             fix = "give the URL of the file itself; folders are read from s3, gs and hf"
-            raise _TransferError(_without_query(url), "is a web page or a folder, not a file", fix)
+            raise InputError(f"{_without_query(url)}: is a web page or a folder, not a file; {fix}")
         return name
 
     def get(self, files: Sequence[_RemoteFile], folder: Path, shown: _Shown) -> None:
-        """Download files, several at once."""
         system: Any = self._system
         if not system.async_impl:
             from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
             system = AsyncFileSystemWrapper(system)
         remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
-        with self.errors(self.url):
+        with self._errors(self.url):
             system.get(remote, local, callback=shown, batch_size=_CONNECTIONS)
 
-    def get_file(self, path: Path) -> None:
-        """Download the file that the URL names."""
-        with self.errors(self.url):
+    def get_one(self, path: Path) -> None:
+        with self._errors(self.url):
             self._system.get_file(self.url, str(path))
 
     @contextlib.contextmanager
-    def errors(self, url: str) -> Iterator[None]:
-        """Turn errors of fsspec and its libraries into _TransferError; a full disk stays OSError."""
+    def _errors(self, url: str) -> Iterator[None]:
+        """Turn errors of fsspec and its libraries into InputError; a full disk stays OSError."""
+        import aiohttp
+
         try:
             yield
         except (InputError, Stopped):
@@ -299,27 +273,17 @@ class _Server:
             chain = causes(error)
             if own := next((cause for cause in chain if isinstance(cause, InputError)), None):
                 raise own from None
-            raise self._failure(_without_query(url), chain) from error
-
-    def _failure(self, url: str, chain: list[BaseException]) -> _TransferError:
-        import aiohttp
-
-        error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
-        if isinstance(error, aiohttp.ClientResponseError) and self._store is None:
-            what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
-            fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
-            return _TransferError(url, f"the server {what}".rstrip(), f"check the URL{fix}")
-        if any(isinstance(cause, TimeoutError) for cause in chain):
-            return _TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
-        if isinstance(error, aiohttp.ClientPayloadError):
-            return _TransferError(url, "the connection ended early")
-        if isinstance(error, FileNotFoundError):
-            return _TransferError(url, "there is no such file or folder", "check the URL")
-        text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
-        names = " ".join(type(cause).__name__ for cause in chain)
-        if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-            return _TransferError(url, f"access is denied ({text})", self._store.access)
-        return _TransferError(url, text, "check the URL and the network")
+            found = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
+            if isinstance(found, aiohttp.ClientResponseError) and found.status:
+                reason = f"the server answers {found.status} {found.message}".rstrip()
+            elif isinstance(found, FileNotFoundError):
+                reason = "there is no such file or folder"
+            else:
+                text = re.sub(r"\?\S*", "", first_line(found))  # a query may be a signature
+                reason = f"cannot be downloaded ({type(found).__name__}: {text})"
+            access = self._store.access if self._store else "put user name and password into ~/.netrc"
+            fix = f"check the URL and the network, and run the same command again; where access is denied, {access}"
+            raise InputError(f"{_without_query(url)}: {reason}; {fix}") from error
 
 
 def _without_query(url: str) -> str:
@@ -335,106 +299,53 @@ def _without_query(url: str) -> str:
 class PublicData(NamedTuple):
     """A data set that anyone may download: mirrors, the best first, and file name -> MD5."""
 
-    base_urls: tuple[str, ...]
+    base_urls: Sequence[str]
     files: Mapping[str, str]
 
 
-PUBLIC = {
-    # Zalando Research, MIT licence
-    "fashion-mnist": PublicData(
-        base_urls=(
-            "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
-            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        ),
-        files={
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
-    ),
-    # Yann LeCun, Corinna Cortes and Christopher Burges, CC BY-SA 3.0
-    "mnist": PublicData(
-        base_urls=(
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        ),
-        files={
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-    ),
-}
-# Jobs whose data is a public set of another name.
-PUBLIC_NAMES = {"fashion-mnist": "fashion-mnist", "fashion-mnist-keras": "fashion-mnist", "mnist-parallel": "mnist"}
-
-_WHERE_TO_GET = {
-    "cats-dogs": (
-        "Get the pictures of the Dogs vs. Cats competition from https://www.kaggle.com/c/dogs-vs-cats/data and sort "
-        "them into training_set/cats, training_set/dogs, test_set/cats and test_set/dogs"
-    ),
-    "caltech101": (
-        "Get Caltech 101 from https://data.caltech.edu/records/mzrjq-6wc02 and unpack 101_ObjectCategories, one folder "
-        "for each class; or list the images in desc_train.csv, desc_valid.csv and desc_test.csv, with rows of "
-        "file,label and the class names in classes.txt"
-    ),
-    "oct-vgg16": (
-        "Get the OCT scans of Kermany et al. (2018) from https://data.mendeley.com/datasets/rscbjbr9sj and unpack them "
-        "into train/ and test/, each with the folders CNV, DME, DRUSEN and NORMAL"
-    ),
-}
+_KNOWN = tomllib.loads(Path(__file__).with_name("public.toml").read_text(encoding="utf-8"))
+PUBLIC = {name: PublicData(**about) for name, about in _KNOWN["sets"].items()}
+# Jobs whose data is a public set.
+PUBLIC_NAMES: dict[str, str] = _KNOWN["jobs"]
 
 
 def where_to_get(job: str) -> str:
     """Return the source and layout of the data of a built-in job that cannot be downloaded automatically."""
-    return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
+    return f"{_KNOWN['where'][job]}; then run flatout train {job} --data FOLDER"
 
 
-def download_public(data: PublicData, folder: Path, note: Callable[[str], None]) -> Path:
-    """Download the files that are missing or damaged into a folder, and return the folder.
-
-    Every mirror is tried in turn. A file is renamed to its final name once complete with the right MD5. A second
-    process waits and finds the files. `note` gets a line for each file.
-
-    Raises:
-        InputError: a file could not be downloaded from any mirror or not be written.
-        DiskFull: the disk is full.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(folder / ".download.lock")
-        assert descriptor is not None
+def download_public(data: PublicData, folder: Path, report: Progress) -> Path:
+    """Download the files that are missing or damaged into a folder; every mirror is tried in turn."""
+    with making(folder, "downloading this data", report):
         try:
+            folder.mkdir(exist_ok=True)
             for name, md5 in data.files.items():
                 if not (folder / name).is_file() or _md5(folder / name) != md5:
-                    _download_public_file(data, name, folder, note)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        reason = f"{folder}: cannot write the downloaded data: {error.strerror or error}"
-        raise (DiskFull if error.errno in NO_SPACE else InputError)(reason) from None
+                    _download_public_file(data, name, folder, report)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{folder}: the disk is full; make room, or set FLATOUT_CACHE") from None
+            raise NotWritable(folder, error) from None
     return folder
 
 
-def _download_public_file(data: PublicData, name: str, folder: Path, note: Callable[[str], None]) -> None:
+def _download_public_file(data: PublicData, name: str, folder: Path, report: Progress) -> None:
     failures: list[str] = []
     part = folder / f".{name}.part"
-    with contextlib.ExitStack() as stack:
-        stack.callback(part.unlink, missing_ok=True)
+    try:
         for url in (base_url + name for base_url in data.base_urls):
-            note(f"downloading {url}")
+            report.note(f"downloading {url}")
             try:
-                _Server(url).get_file(part)
-            except _TransferError as error:
-                failures.append(f"{url} ({error.reason})")
+                _Server(url).get_one(part)
+            except InputError as error:
+                failures.append(str(error).partition("; ")[0])
                 continue
             if (md5 := _md5(part)) == data.files[name]:
                 part.replace(folder / name)
                 return
-            failures.append(f"{url} (the file there has MD5 {md5} instead of {data.files[name]})")
+            failures.append(f"{url}: the file there has MD5 {md5} instead of {data.files[name]}")
+    finally:
+        part.unlink(missing_ok=True)
     raise InputError(
         f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
         f"by other means, put them into {folder} and run again"

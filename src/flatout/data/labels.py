@@ -1,11 +1,5 @@
 """Convert labels of every kind (numbers, names, rows of 0 and 1) to those of a task.
 
-| task | labels |
-|---|---|
-| single-label | int64 [N], indices into the class names |
-| multi-label | uint8 [N, K], 1 where a class is present |
-| regression | float32 [N] |
-
 Labels are interpreted as their distinct values, which are few. Shape letters: N images, D distinct labels, K classes.
 """
 
@@ -20,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flatout.utils.errors import InputError
 
@@ -41,10 +36,12 @@ Locate = Callable[[int], str]
 
 
 class Labels(NamedTuple):
-    """Labels in the form of a pack: task, class names (none in regression), values, and notes for the user."""
+    """Labels in the form of a pack."""
 
     task: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # none in regression
+    # single-label: int64 [N], indices into the classes; multi-label: uint8 [N, K], 1 where a class is present;
+    # regression: float32 [N]
     values: np.ndarray
     notes: tuple[str, ...] = ()
 
@@ -78,15 +75,15 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
     return ("; ".join(items[:limit]) + rest).replace("\r", "\\r").replace("\n", "\\n")
 
 
+# Distinct labels, or rows of 0 and 1, uint8 [N, K].
+Reduced = DistinctLabels | np.ndarray
+
+
 # Class lists
 
 
 def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
-    """Find the file of class names: the one given, else the first of these names in the folder.
-
-    Raises:
-        InputError: the given file does not exist.
-    """
+    """Find the file of class names: the one given, else the first of these names in the folder."""
     if not given:
         return next((path for name in names if (path := folder / name).is_file()), None)
     path = Path(given).expanduser()
@@ -96,11 +93,7 @@ def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
-    """Read the class names of a text file, one per line; the first is class 0.
-
-    Raises:
-        InputError: the file cannot be read, is empty, or has a blank line or the same name twice.
-    """
+    """Read the class names of a text file, one per line; the first is class 0."""
     try:
         lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -117,8 +110,7 @@ def read_class_list(path: Path) -> tuple[str, ...]:
 def _split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split a class list into the labels used by the data, and the class names.
 
-    Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
-    ids.
+    Both are the lines, unless every line is an id and a name (`n01440764 tench`) and the labels in use are ids.
     """
     pairs = {match[1]: match[2] for line in lines if (match := _ID_AND_NAME.fullmatch(line))}
     if len(pairs) < len(lines) or set(lines).issuperset(used) or not pairs.keys() >= set(used):
@@ -147,20 +139,12 @@ def read_labels(
 ) -> Labels:
     """Interpret the labels of all splits, which follow each other in the result.
 
-    Args:
-        splits: split -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K]; a list of numbers, texts or lists of
-            several labels; or `DistinctLabels` of those.
-        where, subject: begin messages about all labels of a split, and of all splits ("list.csv: column 'price'").
-        locate: `locate(split, index)` begins messages about one label ("labels.csv: line 7").
-        names, class_list: class names, or a file of them, if known; a label is then a name or an index.
-        task: a task's name, or auto to infer it from the labels.
-
-    Raises:
-        InputError: a label is unknown, negative, empty or does not fit the task (ten are listed), or it is unclear what
-            the labels are.
+    `splits` are name -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K]; a list of numbers, texts or lists of
+    several labels; or `DistinctLabels` of those. `where` and `subject` begin messages about all labels of a split, and
+    of all splits; `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
     """
     parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
-    kinds = {"rows" if isinstance(part, np.ndarray) else part.values.dtype.kind.replace("f", "i") for part in parts}
+    kinds = {"rows" if isinstance(part, np.ndarray) else _kind(part).replace("f", "i") for part in parts}
     if len(kinds) > 1 or len({part.shape[1] for part in parts if isinstance(part, np.ndarray)}) > 1:
         what = "text" if "U" in kinds else "rows of other lengths"
         raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
@@ -173,7 +157,7 @@ def read_labels(
     labels = _join(parts)
     ids, notes = names, ()
     if class_list is not None:
-        used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values.tolist()
+        used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values
         ids, names = _split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
         if ids != names and isinstance(labels, DistinctLabels):
@@ -183,16 +167,22 @@ def read_labels(
     return found._replace(classes=classes, notes=notes + found.notes)
 
 
-def _join(parts: list[Any]) -> Any:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    starts = np.cumsum([0, *(len(part.values) for part in parts)])
-    values, inverse = np.unique(np.concatenate([part.values for part in parts]), return_inverse=True)
-    codes = np.concatenate([part.codes + start for part, start in zip(parts, starts, strict=False)])
+def _kind(labels: DistinctLabels) -> str:
+    """Return i, f or U for whole numbers, fractions and text."""
+    return np.asarray(labels.values).dtype.kind
+
+
+def _join(parts: Sequence[Reduced]) -> Reduced:
+    if rows := [part for part in parts if isinstance(part, np.ndarray)]:
+        return np.concatenate(rows)
+    several = [part for part in parts if isinstance(part, DistinctLabels)]
+    starts = np.cumsum([0, *(len(part.values) for part in several)])
+    values, inverse = np.unique(np.concatenate([part.values for part in several]), return_inverse=True)
+    codes = np.concatenate([part.codes + start for part, start in zip(several, starts, strict=False)])
     return DistinctLabels(values, inverse[codes])
 
 
-def _distinct(labels: Any, where: str, locate: Locate) -> Any:
+def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
     """Reduce labels to sorted distinct values (int64, float64 or text [D]), or to rows of 0 and 1 (uint8 [N, K])."""
     if isinstance(labels, list) and not any(isinstance(label, np.ndarray) for label in labels):
         labels = _count(labels)
@@ -257,7 +247,7 @@ def _with_lines(values: list[Any]) -> list[Any]:
 # Tasks
 
 
-def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
+def _interpret(labels: Reduced, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":
@@ -270,18 +260,18 @@ def _interpret(labels: Any, names: tuple[str, ...] | None, locate: Locate, subje
             raise InputError(first_few([f"{locate(i)}: {need}" for i in wrong]))
         names = names or tuple(map(str, range(labels.shape[1])))
         labels = DistinctLabels(np.arange(labels.shape[1]), labels.argmax(axis=1))
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
     classes, indices, notes = _index(labels, names, locate)
     return Labels(task=task, classes=classes, values=indices[labels.codes], notes=notes)
 
 
-def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
+def _find_task(labels: Reduced, names: tuple[str, ...] | None, subject: str) -> str:
     if isinstance(labels, np.ndarray):
         return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         return "regression"
-    texts, count = list(map(str, labels.values.tolist())), len(labels)
+    texts, count = list(map(str, labels.values)), len(labels)
     if any(_LINE in text for text in texts):
         return "multi-label"
     if names is not None:
@@ -337,10 +327,10 @@ def _split(text: str, marks: str) -> list[str]:
     return [part.strip() for part in text.split(mark) if part.strip()] if mark else [text] if text else []
 
 
-def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
+def _numbers(labels: Reduced, locate: Locate, subject: str) -> np.ndarray:
     if isinstance(labels, np.ndarray):
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
-    numbers = labels.values
+    numbers = np.asarray(labels.values)
     if numbers.dtype.kind == "U":
         is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
         _refuse(labels, is_wrong, locate, "not a number:", "write numbers such as 1.5")
@@ -351,15 +341,15 @@ def _numbers(labels: Any, locate: Locate, subject: str) -> np.ndarray:
     return values[labels.codes]
 
 
-def _several(labels: Any, names: tuple[str, ...] | None, locate: Locate) -> Labels:
+def _several(labels: Reduced, names: tuple[str, ...] | None, locate: Locate) -> Labels:
     if isinstance(labels, np.ndarray):
         if names is not None and len(names) != labels.shape[1]:
             raise InputError(f"{locate(0)}: has {labels.shape[1]} columns for {len(names)} classes; make them equal")
         classes = names or tuple(map(str, range(labels.shape[1])))
         return Labels(task="multi-label", classes=classes, values=labels)
-    if labels.values.dtype.kind == "f":
+    if _kind(labels) == "f":
         raise InputError(f"{locate(0)}: labels with fractions are not classes; {_IF_NUMBERS}")
-    texts, whole = list(map(str, labels.values.tolist())), set(names or ())
+    texts, whole = list(map(str, labels.values)), set(names or ())
     mark = next((mark for mark in _SEPARATORS if any(mark in text for text in texts if text not in whole)), "")
     rows = [[text] if text in whole else _split(text, mark) for text in texts]
     if not any(rows):
@@ -418,7 +408,7 @@ def _index(
     return tuple(map(str, used.tolist())), inverse, notes
 
 
-def _refuse(labels: DistinctLabels, is_wrong: Any, locate: Locate, what: str, fix: str = "") -> None:
+def _refuse(labels: DistinctLabels, is_wrong: ArrayLike, locate: Locate, what: str, fix: str = "") -> None:
     """Raise InputError if distinct labels are wrong, bool [D]; the first images are listed."""
     images = np.flatnonzero(np.asarray(is_wrong, bool)[labels.codes]).tolist()
     if images:

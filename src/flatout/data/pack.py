@@ -1,14 +1,10 @@
 """A decoded data set: a folder of plain NumPy files that can be memory-mapped.
 
-images.npy  uint8 or uint16 [N, H, W, C]
-labels.npy  int64 [N]; multi-label uint8 [N, K], regression float32 [N]
-pack.json   description and settings, with CRC-32s of blocks of rows, of the labels, and of itself
-
-They are written block by block, checked when opened, and shared with the other processes of the host.
+`images.npy` uint8 or uint16 [N, H, W, C]; `labels.npy` int64 [N], multi-label uint8 [N, K], regression float32 [N];
+`pack.json` description and settings, with CRC-32s of blocks of rows, of the labels, and of itself.
 """
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -16,11 +12,11 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -75,52 +71,35 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `ImageDataset`.
+    """Decoded images with their labels; what has no comment is as in `ImageDataset`."""
 
-    Attributes:
-        folder: its folder; None if it is in memory or unnamed.
-        images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
-        groups: see `ImageDataset.group_numbers`.
-        resize: the resize method, see `data.resize`.
-        skipped: file -> reason of the bad images that were left out.
-        was_cached: whether it was found in the cache.
-        is_decoded: whether the images were decoded from files, by the cache or for this run.
-        build_seconds: the time it took to build, even if cached.
-        fingerprint: a digest of images, labels and splits; the class names are not part of it.
-    """
-
-    folder: Path | None
-    images: np.ndarray
+    folder: Path | None  # None if it is in memory or unnamed
+    images: np.ndarray  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
     labels: np.ndarray
     task: str = "single-label"
     classes: tuple[str, ...]
     splits: dict[str, tuple[int, int]]
-    groups: np.ndarray | None = None
-    resize: str
+    groups: np.ndarray | None = None  # int64 [N]
+    resize: str  # the method, see `data.resize`
     kind: str
     notes: tuple[str, ...] = ()
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
     was_cached: bool = False
-    is_decoded: bool = False
-    build_seconds: float = 0.0
-    fingerprint: str
+    is_decoded: bool = False  # from files, by the cache or for this run
+    build_seconds: float = 0.0  # even if cached
+    fingerprint: str  # of images, labels and splits; the class names are not part of it
 
     @property
     def bits(self) -> int:
-        """Bits per pixel and channel, 8 or 16."""
         return 8 * self.images.itemsize
 
     def describe(self) -> str:
-        """Return one line about the data."""
         return describe(self.kind, self.classes, self.splits, self.task)
 
-    def labels_among(self, classes: tuple[str, ...], where: Any) -> np.ndarray:
+    def labels_among(self, classes: tuple[str, ...], where: object) -> np.ndarray:
         """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
 
         `where` is the data as the user named it.
-
-        Raises:
-            InputError: a class of the pack is not among them.
         """
         if unknown := [name for name in self.classes if name not in classes]:
             place = where if isinstance(where, str | Path) else "the data"
@@ -157,9 +136,8 @@ def write_images(
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores.
 
-    Ordinary writes are used: with a memory map, a full disk would kill the process, and the pages would count as its
-    memory. Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which
-    `fill` returns and which are left out.
+    Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
+    returns and which are left out.
     """
     import torch
 
@@ -181,8 +159,7 @@ def write_images(
     # Decoding threads must not start torch threads.
     pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
-        with (folder / IMAGES).open("w+b") as file:
-            _reserve(file, len(header) + count * row_bytes)
+        with (folder / IMAGES).open("wb") as file:
             file.write(header)
             for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
                 content = images.reshape(-1).data
@@ -193,7 +170,6 @@ def write_images(
                     blocks.append((rows, crc32))
                     crc32 = 0
                 report.update(span.stop, count)
-            file.truncate()
             file.seek(0)
             file.write(npy_header((rows, *image_shape), dtype))
             _sync(file)
@@ -203,7 +179,7 @@ def write_images(
     return blocks, all_bad
 
 
-def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
+def publish(partial: Path, target: Path, labels: np.ndarray, description: Mapping[str, object]) -> None:
     """Add labels and description to written images and rename the folder, so that it is either complete or missing."""
     with (partial / LABELS).open("wb") as file:
         np.save(file, labels)
@@ -223,22 +199,12 @@ def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
     return header.getvalue()
 
 
-def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
-    """Preallocate the file where supported, so that a full disk is reported at once."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-
-
 def _sync(file: io.IOBase) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _json_crc32(description: dict[str, Any]) -> int:
+def _json_crc32(description: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
@@ -246,11 +212,7 @@ def _json_crc32(description: dict[str, Any]) -> int:
 
 
 def open_pack(folder: Path, verify: bool = True) -> Pack:
-    """Open a pack; `verify` checks the CRCs of the images (up to 2 GiB all, beyond that evenly spaced blocks).
-
-    Raises:
-        InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
-    """
+    """Open a pack; `verify` checks the CRCs of the images (up to 2 GiB all, beyond that evenly spaced blocks)."""
     file = folder / DESCRIPTION
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
@@ -346,7 +308,6 @@ class SharedPack:
     in_memory: bool = False
 
     def open(self) -> Pack:
-        """Return the pack, its images mapped."""
         images = map_images(self.images)
         # A plain array is read through the map, a `memmap` from the file.
         return replace(self.pack, images=np.asarray(images) if self.in_memory else images)

@@ -34,9 +34,6 @@ def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.nd
 
     The channel axis is the one of size 1, 3 or `channels` (if known); else the one whose removal leaves the two most
     similar sizes.
-
-    Raises:
-        InputError: the shape is none of these, or could be two of them.
     """
     if images.ndim not in (3, 4) or min(images.shape[1:]) == 0:
         raise InputError(f"{where}: images of shape {images.shape}; give [N, H, W], [N, H, W, C] or [N, C, H, W]")
@@ -54,7 +51,7 @@ def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.nd
 
 
 def value_range(low: float, high: float, where: object, *, signed: bool = False) -> tuple[float, float]:
-    """Return the range of pixels from `low` to `high`: 0..1, 0..255 or (if `signed`) -1..1; else raise InputError."""
+    """Return the range of pixels from `low` to `high`: 0..1, 0..255 or (if `signed`) -1..1."""
     for bottom, top in (UNIT, SIGNED, BYTES) if signed else (UNIT, BYTES):
         if bottom <= low and high <= top:
             return bottom, top
@@ -62,10 +59,7 @@ def value_range(low: float, high: float, where: object, *, signed: bool = False)
 
 
 def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
-    """Return the range of an array of images: by dtype, for floats by value; for errors see `value_range`.
-
-    uint16 is always 0..65535, so that it does not depend on the images.
-    """
+    """Return the range of an array of images, by dtype or for floats by value; that of uint16 is always 0..65535."""
     if images.dtype.kind == "b":
         return UNIT
     if images.dtype.kind not in "iuf":
@@ -79,11 +73,7 @@ def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
 
 
 def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return uint16 images of the range 0..65535 unchanged, others converted by `to_uint8`.
-
-    Raises:
-        InputError: only some of the images are uint16; or as for `to_uint8`.
-    """
+    """Return uint16 images of the range 0..65535 unchanged, others converted by `to_uint8`."""
     if (scale == WORDS) != (images.dtype == np.uint16):
         wanted = "uint16" if scale == WORDS else "not uint16"
         raise InputError(
@@ -93,11 +83,7 @@ def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> 
 
 
 def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return images scaled from the range to 0..255 and rounded; uint8 images are unchanged.
-
-    Raises:
-        InputError: a value is outside the range, or is not a whole number where the range is 0..255.
-    """
+    """Return images scaled from the range to 0..255 and rounded; uint8 images are unchanged."""
     if images.dtype == np.uint8:
         return images
     low, high = scale
@@ -193,7 +179,6 @@ def resize_images(images_NHWC: np.ndarray, *, size: Size, channels: int, resize:
 
 
 def resized_to(images_NHWC: np.ndarray, target: Target) -> np.ndarray:
-    """Return images with the target's channels, bits and size."""
     images_NHWC = with_bits(with_channels(images_NHWC, target.channels), target.bits)
     top, left, height, width = target.used(*images_NHWC.shape[1:3])
     return placed_in(images_NHWC[:, top : top + height, left : left + width], target, height, width)
@@ -216,7 +201,6 @@ def placed_in(images_NHWC: np.ndarray, target: Target, height: float, width: flo
 
 
 def upright(image_HWC: np.ndarray, orientation: int) -> np.ndarray:
-    """Return an image turned and mirrored by its EXIF orientation."""
     if orientation in TURNED:
         image_HWC = image_HWC.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):

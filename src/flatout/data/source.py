@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class Slice:
         return f"{self.file}: {self.name}"
 
     def read_bytes(self) -> bytes:
-        """Return the bytes of the part; raises OSError."""
         if self.size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"it has {self.size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
         # Open only briefly: there may be thousands of files.
@@ -54,13 +53,7 @@ class ImageBytesList(Sequence[ImageBytes]):
     def __len__(self) -> int:
         return len(self._images)
 
-    @overload
-    def __getitem__(self, index: int) -> ImageBytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ImageBytes]: ...
-    def __getitem__(self, index: int | slice) -> ImageBytes | Sequence[ImageBytes]:
-        if isinstance(index, slice):
-            return ImageBytesList(self._images[index])
+    def __getitem__(self, index: int) -> ImageBytes:  # type: ignore[override] - no slices
         image = self._images[index]
         return Path(image) if isinstance(image, str) else image
 
@@ -69,21 +62,9 @@ class ImageBytesList(Sequence[ImageBytes]):
 class ImageDataset:
     """Labelled images in the order train, valid, test: files to decode, or arrays.
 
-    Attributes:
-        kind: the format in words, such as "class folders" or "IDX files".
-        path: the file or folder; None for arrays and data sets given in Python.
-        task: the task of the labels.
-        classes: class names; none in regression.
-        labels: see `labels.Labels`: int64 [N], indices into `classes`; or uint8 [N, K]; or float32 [N].
-        splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-        files: N encoded images, files or parts of containers, or None.
-        images: uint8 or uint16 [N, H, W, C], or None.
-        groups: text [N], the group of each image, such as its patient; None if unknown.
-        notes: sentences for the user about how the data was read.
-        unpacked: the archive that the files are from, if any; they may be removed once they are decoded.
-
-    Raises:
-        InputError: there are no training images, fewer than two classes or numbers, or a class without training images.
+    `kind` is the format in words, such as "class folders"; `path` is None for data given in Python. `classes` are empty
+    in regression. `splits` are name -> (start, stop), contiguous and covering 0..N; "train" is always present.
+    `notes` are sentences for the user about how the data was read.
     """
 
     kind: str
@@ -132,11 +113,7 @@ class ImageDataset:
         return describe(self.kind, self.classes, self.splits, self.task)
 
     def without(self, bad: Mapping[int, str]) -> "ImageDataset":
-        """Return the files without bad ones (index -> reason); a split other than "train" may vanish.
-
-        Raises:
-            InputError: a class has no training images left.
-        """
+        """Return the files without bad ones (index -> reason); a split other than "train" may vanish."""
         assert self.files is not None
         is_good = np.ones(len(self), bool)
         is_good[list(bad)] = False
@@ -150,7 +127,7 @@ class ImageDataset:
             )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
-        emptied = [name for name, (a, b) in splits.items() if a == b]
+        emptied = [name for name, (a, b) in splits.items() if a == b and name != "train"]
         return replace(
             self,
             files=ImageBytesList(compress(self.files, is_good)),
@@ -166,7 +143,6 @@ class ImageDataset:
         return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
 
     def split_of(self, index: int) -> str:
-        """Return the name of an image's split."""
         return next(name for name, (_, stop) in self.splits.items() if index < stop)
 
     def class_counts(self, split: str) -> dict[str, int]:
@@ -176,7 +152,6 @@ class ImageDataset:
 
 
 def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]], task: str = "single-label") -> str:
-    """Return one line with the format, the images of each split and the number of classes."""
     sizes = [f"{name} {stop - start:,}" for name, (start, stop) in splits.items()]
     of = {"single-label": f"of {len(classes):,} classes", "multi-label": f"with any of {len(classes):,} classes"}
     sizes[0] += f" images {of.get(task, 'with numbers')}"
@@ -194,14 +169,8 @@ class ReadOptions(Data):
 class DataSource:
     """Data that has been recognised but not read.
 
-    Attributes:
-        kind: see `ImageDataset.kind`.
-        path: the file or folder.
-        task: that of the recipe; auto to infer it from the labels.
-        inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
-            empty for separate image files, where `read` is cheap.
-        options: the recipe keys that determine the arrays in addition to `inputs`, and their values.
-        read: lists or reads the data.
+    `inputs` are the files whose content determines the arrays, so that a cached pack is found without reading them;
+    empty for separate image files. `options` are the recipe keys that determine the arrays in addition.
     """
 
     kind: str
@@ -227,16 +196,8 @@ def assemble(
 ) -> ImageDataset:
     """Return the data set of split -> (images, labels); every format uses this.
 
-    Args:
-        kind, path, notes: see `ImageDataset`.
-        splits: images as an array [N, H, W, C] or a list of files; labels as `read_labels` takes them.
-        names, class_list: class names, or a file of them, if known; a label is then a name or an index.
-        locate, subject: the start of a message about one label (split, index), and about all labels.
-        task: that of the recipe; auto to infer it from the labels.
-        groups: the group of each image of all splits, if known.
-
-    Raises:
-        InputError: splits are empty, or images and labels do not fit together.
+    Images are an array [N, H, W, C] or a list of files; for labels, `names`, `class_list`, `locate` and `subject` see
+    `read_labels`. `groups` are those of the images of all splits.
     """
     where = str(path or "data")
     splits = in_order(splits, where)

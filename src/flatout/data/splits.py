@@ -55,11 +55,7 @@ def split_within(name: str) -> str | None:
 
 
 def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
-    """Return the splits in the order train, valid, test.
-
-    Raises:
-        InputError: there is no training split.
-    """
+    """Return the splits in the order train, valid, test; raise InputError without a training split."""
     if "train" not in splits:
         raise InputError(f"{where}: has {' and '.join(splits) or 'nothing'} but no training split; name one 'train'")
     return {name: splits[name] for name in SPLITS if name in splits}
@@ -95,13 +91,7 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
 
 
 def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that are divided into folds (training and validation images) and the fold of each.
-
-    Both are int64 [N]; folds are numbered from 1. A test split is not divided.
-
-    Raises:
-        InputError: there are fewer images or groups than folds.
-    """
+    """Return the rows that are divided into folds (training and validation images) and the fold of each, from 1."""
     spans = [span for name, span in pack.splits.items() if name != "test"]
     pool = np.concatenate([np.arange(start, stop) for start, stop in spans])
     groups = None if pack.groups is None else pack.groups[pool]
@@ -136,8 +126,7 @@ def split_by_labels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of samples kept and of samples taken, stratified by labels of any task.
 
-    The same share of each of `QUANTILES` is taken in regression. With groups, int64 [N], whole groups are taken, about
-    the fraction of the samples. For `copies` see `divide`.
+    With groups, int64 [N], whole groups are taken, about the fraction of the samples. For `copies` see `divide`.
     """
     if groups is not None:
         units = _joined(groups, copies)
@@ -178,9 +167,9 @@ def _strata(labels: np.ndarray) -> np.ndarray:
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices (int64, ascending) of samples kept and of samples taken, the same share of each class.
 
-    round(fraction * N) samples are taken. Each class contributes its share rounded down; the classes with the largest
-    remainders contribute one more, with ties decided by the seed. One sample of each class is always kept, so fewer may
-    be taken where classes are tiny. `stream`, the split that the samples are taken for, makes the choices independent.
+    round(fraction * N) samples are taken: of each class its share rounded down, and one more of the classes with the
+    largest remainders, with ties decided by the seed. One sample of each class is always kept. `stream`, the split that
+    the samples are taken for, makes the choices independent.
     """
     assert 0 <= fraction < 1
     counts_K = np.bincount(labels_N)
@@ -241,18 +230,10 @@ def divide(
 ) -> np.ndarray:
     """Return the fold of each sample, int64 [N] from 1 to `count`, for cross-validation.
 
-    The result depends on the arguments alone. With one class per sample, folds differ by at most one sample, in total
-    and per class; regression labels are divided by `QUANTILES`. Several labels, and groups, are divided greedily: the
-    group with the largest share of its classes is first, and is assigned to the fold that has least of these.
-
-    Args:
-        labels: of any task, see `labels.Labels`.
-        seed: breaks ties.
-        groups: int64 [N]; samples of a group share a fold.
-        copies: int64 [N], equal for identical images, which share a fold.
-
-    Raises:
-        InputError: there are fewer samples or groups than folds.
+    With one class per sample, folds differ by at most one sample, in total and per class; regression labels are divided
+    by `QUANTILES`. Several labels, and `groups`, int64 [N], are divided greedily: the group with the largest share of
+    its classes is first, and is assigned to the fold that has least of these. `copies`, int64 [N], are equal for
+    identical images, which share a fold. The seed breaks ties.
     """
     units, members = np.arange(len(labels)), "images"
     if groups is not None:

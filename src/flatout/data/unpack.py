@@ -1,7 +1,6 @@
 """ZIP and tar archives: unpacked once into the cache, with limits against hostile ones.
 
-Only regular files and folders are written, below the folder of the archive; links, devices, repeated names and
-decompression bombs are refused.
+Only regular files and folders are written, below the folder of the archive.
 """
 
 import bz2
@@ -12,22 +11,21 @@ import json
 import lzma
 import os
 import re
-import shutil
 import stat
 import struct
 import tarfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, make_room, making, remove, unfinished
+from flatout.data.cache import UNPACKED, Progress, cache_folder, combined_digest, remove, unfinished, use
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError, first_line
-from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 # A larger expansion factor is treated as a decompression bomb.
@@ -46,43 +44,29 @@ _DAMAGE = (
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a path has the name of a ZIP or tar archive."""
     return path.name.lower().endswith(_SUFFIXES) and path.is_file()
 
 
 class UnpackedArchive:
     """The content of an archive in `folder`, which the cache does not remove while this object exists."""
 
-    def __init__(self, entry: Path, folder: Path) -> None:
-        self.folder, self._entry = folder, entry
-        descriptor = lock(entry / UNPACKED, shared=True)
-        assert descriptor is not None
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
         self._release = weakref.finalize(self, os.close, descriptor)
 
     def remove(self) -> None:
         """Remove the folder, unless another process uses it."""
         self._release()
-        remove(self._entry)
+        remove(self.folder.parent)
 
 
 def unpack(path: Path, report: Progress | None = None) -> UnpackedArchive:
-    """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists.
-
-    Raises:
-        InputError: the archive is damaged, empty, or has refused members; the cache cannot be written.
-        DiskFull: the disk is too full for the content.
-    """
+    """Unpack an archive into the cache, unless an unpacked copy of the unchanged archive exists."""
     report, status = report or Console(), path.stat()
     known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
-    with making(entry, "unpacking this archive", report):
-        if entry.exists():
-            entry.touch()  # update the time of the last use
-        else:
-            _publish(path, entry, report)
-        unpacked = UnpackedArchive(entry, entry / path.name)
-    make_room(cache_folder(), report)
-    return unpacked
+    descriptor = use(entry, "unpacking this archive", report, lambda: _publish(path, entry, report))
+    return UnpackedArchive(entry / path.name, descriptor)
 
 
 def _publish(path: Path, entry: Path, report: Progress) -> None:
@@ -92,8 +76,6 @@ def _publish(path: Path, entry: Path, report: Progress) -> None:
             total = sum(info.file_size for info in archive.infolist())
     refuse_bomb(path, path.stat().st_size, total)
     with unfinished(entry, f"unpacking {path} needs", total) as folder:
-        if total > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, "the disk is full")
         report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
         (folder / path.name).mkdir()
         with reading(path):
@@ -126,8 +108,6 @@ def _write_members(path: Path, folder: Path, total: int, report: Progress) -> No
                         report.update(min(written, total) // 10**6, max(1, total // 10**6), "MB")
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 raise InputError(f"{where}: is there twice; remove one, or unpack it and give the folder") from None
-    if not any(folder.iterdir()):
-        raise InputError(f"{path}: is an empty archive")
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
@@ -156,9 +136,6 @@ def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, 
 
     `tarfile` mistakes a damaged header, or a truncation between two members, for the end of the archive. A real end has
     a block of zeros.
-
-    Raises:
-        InputError: the archive is damaged, cut off, or holds links, devices or sparse files.
     """
     with reading(path):
         stream = LimitedStream(file, path)
@@ -193,7 +170,6 @@ class LimitedStream(io.RawIOBase):
         self._file, self._path, self._compressed = file, path, path.stat().st_size
 
     def read(self, size: int = -1) -> bytes:
-        """Read up to `size` bytes; raises InputError."""
         if not 0 <= size <= _READ_BYTES:
             raise InputError(f"{self._path}: is damaged (a header of {size:,} bytes); get it again")
         self.last = self._file.read(size)
@@ -201,13 +177,11 @@ class LimitedStream(io.RawIOBase):
         return self.last
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position; raises InputError."""
         assert whence == io.SEEK_SET
         refuse_bomb(self._path, self._compressed, position)
         return self._file.seek(position)
 
     def tell(self) -> int:
-        """Return the position."""
         return self._file.tell()
 
 
@@ -221,18 +195,16 @@ def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed with gzip, bzip2 or xz; raises OSError."""
+    """Whether a file is compressed with gzip, bzip2 or xz."""
     return _opener(path) is not None
 
 
-@contextmanager
-def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that may be compressed with gzip, bzip2 or xz; raises OSError."""
-    with (_opener(path) or open)(path, "rb") as stream:
-        yield stream
+def open_decompressed(path: Path) -> IO[bytes]:
+    """Open a file that may be compressed with gzip, bzip2 or xz."""
+    return (_opener(path) or open)(path, "rb")
 
 
-def _opener(path: Path) -> Any:
+def _opener(path: Path) -> Callable[..., IO[bytes]] | None:
     with path.open("rb") as file:
         start = file.read(6)
     return next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)

@@ -160,4 +160,4 @@ def _public_data(recipe: Recipe, console: Console) -> str:
     if name is None:
         where = fetch.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
         raise InputError(f"job {recipe.job} has no data: {where}")
-    return str(fetch.download_public(fetch.PUBLIC[name], cache_folder() / "downloads" / name, console.note))
+    return str(fetch.download_public(fetch.PUBLIC[name], cache_folder() / "downloads" / name, console))
