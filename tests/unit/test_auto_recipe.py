@@ -13,7 +13,7 @@ from flatout.data.source import ImageDataset
 from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import generate_recipe
-from flatout.train.dataset_stats import measure_dataset
+from flatout.train.auto_recipe import measure_dataset
 from flatout.utils.errors import InputError, WeightsUnavailable
 
 

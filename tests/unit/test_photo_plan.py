@@ -9,7 +9,7 @@ import pytest
 from flatout.data.source import ImageDataset
 from flatout.models.hub import BACKBONES
 from flatout.train import photo_plan
-from flatout.train.dataset_stats import measure_dataset
+from flatout.train.auto_recipe import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]

@@ -55,12 +55,7 @@ class Rates:
 
 
 class Budget:
-    """The time budget of a run, from the user's command to its report.
-
-    Args:
-        seconds: the whole budget.
-        began: the time of the command, by time.perf_counter.
-    """
+    """The time budget of a run, from the user's command, which `began` then by time.perf_counter, to its report."""
 
     def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
         self._seconds, self._rates = seconds, rates
@@ -73,11 +68,7 @@ class Budget:
         self._first_done: int | None = None
 
     def plan(self, recipe: Recipe, done: int) -> tuple[Recipe, str]:
-        """Return the recipe with as many steps as fit, and a warning about a late end, or "".
-
-        Raises:
-            InputError: not even one epoch fits.
-        """
+        """Return the recipe with as many steps as fit, and a warning about a late end, or ""."""
         total, late = self._total(done), ""
         if total < self._steps:
             epoch = (self._steps - done) * self._each()
@@ -96,7 +87,7 @@ class Budget:
         return self._total(0) >= 0.8 * self._steps
 
     def is_due(self) -> bool:
-        """Whether to replan; for the main process."""
+        """Whether to replan."""
         return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds
 
     def replan(self, recipe: Recipe, done: int) -> Recipe:
@@ -136,8 +127,7 @@ class Budget:
 def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainContext, Budget | None]":
     """With a time budget, choose the number of steps from the measured time of some.
 
-    If there is no time for an epoch, the fitted head is the result: no budget is returned, and the context has no
-    epochs and no datasets.
+    If there is no time for an epoch, the fitted head is the result: the context has no epochs, and there is no budget.
     """
     recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
     seconds = context.options.seconds
@@ -166,10 +156,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
 
 
 def with_length(context: "TrainContext", recipe: Recipe) -> "TrainContext":
-    """Return the context with the main process's `recipe` of another length, and write it into the run folder.
-
-    All ranks call this.
-    """
+    """Return the context with the main process's `recipe` of another length, and write it. All ranks call this."""
     recipe = context.world.broadcast_object(recipe)
     if recipe != context.recipe and context.world.is_main:
         write_recipe(context.run_dir, recipe)
@@ -177,7 +164,7 @@ def with_length(context: "TrainContext", recipe: Recipe) -> "TrainContext":
 
 
 def _measure(context: "TrainContext", seconds: float) -> Rates:
-    """Take real steps for some seconds and evaluate once, then restore the engine; all ranks call this."""
+    """Take real steps and evaluate once, then restore the engine. All ranks call this."""
     engine, datasets, recipe, stage = context.engine, context.datasets, context.recipe, context.stage
     before = engine.snapshot()
     each = seconds_per_step(engine, datasets["train"], recipe, context.world, seconds)
@@ -241,10 +228,7 @@ def _longest(world: "World", seconds: float) -> float:
 def fastest_precision(
     make: "Callable[[Recipe], Engine]", samples: "Split", recipe: Recipe, world: "World", formats: Sequence[str]
 ) -> tuple[str, str]:
-    """Return the fastest number format, and an explanation; all ranks call this.
-
-    `formats` are those of the device, the default first; bf16 is one of them. A few training `samples` are used.
-    """
+    """Return the faster of the device's default format, the first, and bf16, and an explanation. All ranks call this."""
     from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)

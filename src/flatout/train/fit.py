@@ -159,8 +159,8 @@ def fit(
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the keyword arguments of `fit` to dotted recipe keys.
 
-    A section is a `flatout.Optimizer` or the like, a dict, or its name (`optimizer="adam"`). The last part of a dotted
-    key is enough if it is unique: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
+    A section is a `flatout.Optimizer` or the like, a dict, or its name. The last part of a dotted key is enough if it is
+    unique: `lr=0.01`.
     """
     changes: dict[str, Any] = {}
     for key, value in arguments.items():

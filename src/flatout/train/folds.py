@@ -33,15 +33,10 @@ _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "im
 def cross_validate(
     request: TrainRequest, pack: Pack, console: Console, train_run: Callable[[TrainRequest], Path]
 ) -> Path:
-    """Train a run for each fold of `recipe.data.folds`, and return the folder of all.
+    """Train a run for each fold of `recipe.data.folds`, and return the folder of all, which is claimed.
 
-    Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
-    own, which is not used to choose an epoch, thresholds or a learning rate. Finished folds are kept.
-
-    The run folder of the request is claimed, and its devices are chosen.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: see `run.train`; an error of a fold begins with its number.
+    Every fold is a run in `fold-N`: trained on the other folds and validated on its own, which is not used to choose an
+    epoch, thresholds or a learning rate. Finished folds are kept.
     """
     recipe, options, folder = request.recipe, request.options, request.run_dir
     assert folder is not None
@@ -64,7 +59,6 @@ def cross_validate(
 
 
 def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]) -> None:
-    """Train a fold, unless it was trained to the end of its recipe."""
     recipe, folder = request.recipe, request.run_dir
     assert folder is not None
     out = folder / run_files.FOLD.format(fold)
@@ -92,7 +86,6 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
 
 
 def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float) -> None:
-    """Write predictions, summary and report of all folds; `pool` has the rows of their images."""
     from flatout.report.page import draw_all
 
     recipe, folder = request.recipe, request.run_dir
@@ -154,7 +147,6 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of `summary.json` other than joint metrics; `folds` are the folds' summaries."""
     recipe, options = request.recipe, request.options
     names = ("loss", *task_of(recipe).metric_names, "count")
     metrics = [key for split in ("valid", "test") for key in (f"{split}_{name}" for name in names)]

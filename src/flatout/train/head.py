@@ -1,12 +1,7 @@
-"""The first stage of a run from published weights: features of all images, and a head fitted to them.
+"""The first stage of a run from published weights: features of all images, and a linear head fitted to them.
 
-The network before its head keeps the published weights. A linear head on frozen features is a convex problem, so it is
-solved rather than trained: by L-BFGS on the loss of the task, in coordinates that are scaled by the curvature. The
-strength of the regularisation is chosen by cross-validation over all training and validation images, and the
-out-of-fold predictions measure how good the head is. Fine-tuning from a fitted head distorts the features less than
-from a random one (Kumar et al., arXiv 2202.10054).
-
-Shape letters: N images, V views, F features, K outputs.
+It is solved by L-BFGS, regularised by cross-validation. Fine-tuning from it distorts the features less than from a
+random head (Kumar et al., arXiv 2202.10054). Shapes: N images, F features, K outputs.
 """
 
 import contextlib
@@ -59,16 +54,7 @@ SMALLEST_VARIANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FittedHead:
-    """A linear head: logits are `features @ weight.T + bias`.
-
-    Attributes:
-        weight, bias: float32 [K, F] and [K].
-        strength: the regularisation strength.
-        temperature: the divisor of the logits that calibrates probabilities on unseen images; 1 without
-            cross-validation, and for tasks other than single-label.
-        out_of_fold: float32 [N, K], out-of-fold logits; NaN for images beyond `MAX_IMAGES`, and if there are too few
-            images to divide.
-    """
+    """A linear head: logits are `features @ weight.T + bias`."""
 
     weight: np.ndarray
     bias: np.ndarray
@@ -90,13 +76,9 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head to the features of images in all their views; the loss of the task without label smoothing.
+    """Fit a head by the loss of the task without label smoothing; `views_VNF` are [N, F], of the images and mirrored ones.
 
-    Args:
-        views_VNF: float32 [N, F] for each view of the images, such as mirrored ones; the first is the image itself.
-        labels, class_weights: see `Pack.labels` and `Task.class_weights`.
-        groups: int64 [N]; images of a group share a fold.
-        strength, temperature: known values from a head for more images, which replace the cross-validation.
+    A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
@@ -123,7 +105,6 @@ def fit_head(
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with fewer threads: many small operations would wait for threads on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -167,13 +148,12 @@ class _Problem:
         )
 
     def zeros(self) -> torch.Tensor:
-        """Return the zero head, [components + 1, K]; its last row is the bias."""
         return torch.zeros(self._rows.shape[1], self.outputs)
 
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Return the best head, [components + 1, K] in these coordinates, for some images or all with all views."""
+        """Return the best head, [components + 1, K]; its last row is the bias."""
         rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
         if images is not None:
             chosen = torch.from_numpy(images)
@@ -205,7 +185,6 @@ class _Problem:
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
     def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         return weight.numpy(), (head[-1] - weight @ self._mean).numpy()
 
@@ -253,16 +232,7 @@ def _cross_validate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadStage:
-    """The results of the stage.
-
-    Attributes:
-        head, layers: the module that was fitted, and a copy of it.
-        fitted: the head for the splits in `fitted_splits`.
-        training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
-        features: by split, float32 [N, F] for each view.
-        placed: the splits on the devices of the engine that trains; empty if it has no cached layers.
-        seconds: the time of the features and of the head.
-    """
+    """The fitted head, with the features and labels of the splits."""
 
     task: Task
     head: Head
@@ -288,7 +258,7 @@ class HeadStage:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the out-of-fold accuracy is so high that fine-tuning can hardly improve it."""
+        """Whether fine-tuning can hardly improve the head."""
         return self.share_right >= ENOUGH
 
     def give_to(self, model: "nn.Module", fitted: FittedHead | None = None) -> None:
@@ -297,7 +267,7 @@ class HeadStage:
         set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
 
     def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
-        """Load a head into an engine, by default the one fitted to all images; all ranks call this."""
+        """Load a head into an engine, by default the one fitted to all images. All ranks call this."""
         self.give_to(self.layers, fitted)
         own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
         state = engine.state()
@@ -348,7 +318,7 @@ class HeadStage:
         )
 
     def describe(self) -> str:
-        """Return a sentence about the fitted head."""
+        """Return a sentence for the log."""
         count = sum(len(self.labels[name]) for name in self.fitted_splits)
         views = " and their mirror images" if len(self.features["train"]) > 1 else ""
         name = self.task.metric_names[0]
@@ -392,14 +362,7 @@ def fit_to_features(
 ) -> HeadStage:
     """Fit the head of a model and load it; before fine-tuning, the head for the training split alone.
 
-    All ranks call this. The features are computed on the devices of the run.
-
-    Args:
-        engine: the one that trains the model, which also gets the head; its cached output of frozen layers provides the
-            features. None if it is made later.
-
-    Raises:
-        InputError: the logits are not linear in the input of any layer.
+    With the `engine` that trains the model, its cached output of frozen layers provides the features. All ranks call this.
     """
     began = time.perf_counter()
     head = find_head(model, recipe.image_sides, recipe.channels)

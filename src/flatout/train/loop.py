@@ -1,7 +1,6 @@
 """The training loop: epochs, evaluation, schedule, best weights, early stopping. It is independent of the device.
 
-The position is (epoch, step); everything else is a function of it, the seed and the history, so training can start at
-any position.
+The position is (epoch, step); everything else is a function of it, the seed and the history.
 """
 
 import math
@@ -68,10 +67,6 @@ def run_loop(
     """Train on the placed splits from `progress` on; return the reason of an early end, or "".
 
     `progress` is updated: it matches the engine's state after every step, also when `Stopped` is raised.
-
-    Raises:
-        TrainingFailed: a loss or a weight is not finite; the message names the epoch.
-        Stopped: a process of the run was told to end.
     """
     return _Loop(engine, world, recipe, splits, progress, hooks).run()
 

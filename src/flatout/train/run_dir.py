@@ -1,8 +1,4 @@
-"""The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues.
-
-A checkpoint is one safetensors file, which executes no code and detects damage: the engine's state and the loop's
-progress.
-"""
+"""The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues."""
 
 import contextlib
 import json
@@ -63,21 +59,16 @@ _BEST = "best."
 
 
 def check(options: Options) -> None:
-    """Raise InputError early, before the data is read, if `claimed` will refuse the run folder on this host."""
+    """Refuse a run folder that `claimed` will refuse, before the data is read."""
     if options.hosts.most == 1 and launched() is None:
         _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
 def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """Create a run folder if necessary, and lock it while the context lasts.
+    """Lock a run folder while the context lasts; without `out`, a new one under `runs/`, named by the job and the time.
 
-    A new folder is removed if it stays empty, or if the run ends through wrong input or the user before training.
-
-    Without `out`, it is a new one under `runs/`, named by the job and the time. An old run is replaced by `begin`.
-
-    Raises:
-        InputError: another process uses the folder, it has other content, or it cannot be written.
+    It is removed if it is new, and stays empty or the run ends through wrong input or the user before training.
     """
     _check_content(out, resume=resume, overwrite=overwrite)
     target = out or Path("runs/new")
@@ -119,7 +110,6 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _make(out: Path | None, job: str) -> Path:
-    """Make the folder; a default name is unique."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -176,10 +166,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that uses a run folder, or used it when it or its host failed.
-
-    Its PID, its start in seconds since 1970, and its host and container.
-    """
+    """The process that uses or has used a run folder: PID, start in seconds since 1970, host and container."""
 
     process: int
     started: float
@@ -226,13 +213,7 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """Everything a run needs to continue.
-
-    Attributes:
-        state: the engine's state at `progress`; see `Engine.state`.
-        best: the state of `progress.best`; empty if there is none.
-        data: see `data_facts`.
-    """
+    """Everything a run needs to continue, as one safetensors file, which executes no code and detects damage."""
 
     state: dict[str, Any]
     best: dict[str, Any]
@@ -241,11 +222,7 @@ class Checkpoint:
     data: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept.
-
-        Raises:
-            TrainingFailed: the disk is full.
-        """
+        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
         tensors = {**self.state, **{_BEST + name: value for name, value in self.best.items()}}
@@ -262,11 +239,7 @@ class Checkpoint:
                 other.unlink()
 
     def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
-        """Check that a run can continue with a recipe and data; `report` gets a message if the data has changed.
-
-        Raises:
-            InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
-        """
+        """Refuse to continue with other classes or keys; `report` gets a message if the data has changed."""
         check_same(self.recipe, recipe)
         if recipe.epochs < self.progress.epoch:
             raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
@@ -280,7 +253,7 @@ class Checkpoint:
 
 
 def check_same(before: Recipe, now: Recipe) -> None:
-    """Raise InputError if the recipe of a continued run differs in a key other than `FREE_KEYS`."""
+    """Refuse to continue with a recipe that differs in a key other than `FREE_KEYS`."""
     flat = before.flat()
     for key, value in now.flat().items():
         if key not in FREE_KEYS and flat[key] != value:
@@ -291,7 +264,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
 
 
 def data_facts(pack: "Pack") -> dict[str, Any]:
-    """Return facts that identify the data: classes, split sizes, and a digest of images and labels."""
+    """Return what identifies the data."""
     splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
     return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
 
@@ -308,12 +281,9 @@ def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Re
 
 
 def restore(context: TrainContext) -> Progress | None:
-    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress.
+    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress, if any.
 
-    All ranks call this; the main process reads the file. Returns None if nothing was saved yet.
-
-    Raises:
-        InputError: all checkpoints are damaged; see also `Checkpoint.check_resumable`.
+    The main process reads the file, and the engine distributes the tensors. All ranks call this.
     """
     engine, recipe, note = context.engine, context.recipe, context.log.note
     if not (_is_continued(context.request) and recipe.epochs):
@@ -350,7 +320,6 @@ def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
 
 
 def _is_continued(request: TrainRequest) -> bool:
-    """Whether the run continues from a checkpoint, if there is one."""
     return request.options.resume or restart_count() > 0
 
 
