@@ -128,7 +128,7 @@ def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
 ) -> None:
     """The engine has another one by then: that for the training images alone, from which fine-tuning would start."""
     # Else the head would be good enough to end before the time of an epoch is measured.
-    monkeypatch.setattr("flatout.train.head.ENOUGH", 2.0)
+    monkeypatch.setattr("flatout.train.run.ENOUGH", 2.0)
     short = ("--minutes", "0.01", "--epochs", "1", "--set", "linear_probe=true", "--set", f"keep={keep}")
     assert main(["train", "digits", *short, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

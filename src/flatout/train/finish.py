@@ -22,6 +22,7 @@ from flatout.inference.calibration import Calibration, FeatureStats, feature_sam
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
 from flatout.models.weights import save_tensors
+from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
 from flatout.train.progress import Progress
@@ -154,13 +155,11 @@ def _write(
 
 
 def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
-    from flatout.report.page import draw_all
-
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
     if context.options.report:
-        draw_all(context.run_dir)
+        page.draw_all(context.run_dir)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
     summary["wall_seconds"] = context.log.wall_seconds(progress)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)

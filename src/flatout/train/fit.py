@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
 from flatout.distributed.environment import launched
+from flatout.engine.devices import engine_for, parse_devices
+from flatout.engine.factory import speeds_on
 from flatout.inference.run import Ensemble, Run, load
+from flatout.models.build import copied
 from flatout.train import run_dir
 from flatout.train.callbacks import Callback, callbacks_of, user_functions
+from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
@@ -88,11 +92,7 @@ def fit(
     """
     began = time.perf_counter()
     # These import torch, which takes seconds.
-    from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.factory import speeds_on
-    from flatout.models.build import copied
     from flatout.models.keras import KerasModule, is_keras
-    from flatout.train.recipes import resolve
     from flatout.train.run import train
 
     process = launched()
@@ -126,7 +126,7 @@ def fit(
         callbacks=callbacks_of(callbacks),
         functions=functions,
     )
-    reasons: list[str] = []
+    reasons = list[str]()
     try:
         run_dir.check(options)
         recipe, found = resolve(
@@ -141,9 +141,8 @@ def fit(
             explain=reasons.append,
         )
         functions.check(recipe, engine)
-        reasons += [
-            f"{name} is a function given in Python: recipe.toml does not contain it" for name in functions.in_training
-        ]
+        for name in functions.in_training:
+            reasons.append(f"{name} is a function given in Python: recipe.toml does not contain it")
         options = dataclasses.replace(options, notes=tuple(reasons))
         folder = train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
     except Stopped:
@@ -157,11 +156,7 @@ def fit(
 
 
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the keyword arguments of `fit` to dotted recipe keys.
-
-    A section is a `flatout.Optimizer` or the like, a dict, or its name. The last part of a dotted key is enough if it is
-    unique: `lr=0.01`.
-    """
+    """Convert the keyword arguments of `fit` to dotted recipe keys, of which a unique last part is enough: `lr=0.01`."""
     changes: dict[str, Any] = {}
     for key, value in arguments.items():
         if key == "augment" and value is None:

@@ -17,6 +17,7 @@ from flatout.data.splits import folds_of
 from flatout.engine.base import Evaluation
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
+from flatout.report import page
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import run_dir as folders
 from flatout.train.finish import about_run
@@ -86,8 +87,6 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
 
 
 def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float) -> None:
-    from flatout.report.page import draw_all
-
     recipe, folder = request.recipe, request.run_dir
     assert folder is not None
     numbers = range(1, recipe.data.folds + 1)
@@ -126,7 +125,7 @@ def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Consol
     summary = _summary(request, log, pack, summaries) | joint | scores_of("valid", held_out, pack.classes, None)
     run_files.write_json(folder / run_files.SUMMARY, summary)
     if request.options.report:
-        draw_all(folder)
+        page.draw_all(folder)
     name = task.metric_names[0]
     mean, std = (summary[key][f"valid_{name}"] for key in ("mean", "std"))
     console.note(f"{len(names)} folds: {name.replace('_', ' ')} {mean:.4f} ± {std:.4f} on the held-out images")
@@ -165,12 +164,8 @@ def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[st
         # The time of earlier commands is unknown.
         "wall_seconds": None if options.resume else time.perf_counter() - options.began,
         "folds": [
-            {
-                "fold": number,
-                "folder": run_files.FOLD.format(number),
-                **{key: fold[key] for key in (*_FIGURES, *metrics)},
-            }
-            for number, fold in enumerate(folds, start=1)
+            {"fold": i, "folder": run_files.FOLD.format(i), **{key: fold[key] for key in (*_FIGURES, *metrics)}}
+            for i, fold in enumerate(folds, start=1)
         ],
         "mean": {key: statistics.fmean(fold[key] for fold in folds) for key in spread},
         "std": {key: statistics.stdev(fold[key] for fold in folds) for key in spread},

@@ -8,17 +8,20 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from flatout.config import Augment, Recipe
+from flatout.data.batches import Split
+from flatout.data.pack import Pack
 from flatout.data.splits import divide
+from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.base import Evaluation
+from flatout.engine.base import DeviceDataset, Engine, Evaluation
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits, fit_temperature
@@ -28,14 +31,6 @@ from flatout.tasks import Task, task_of
 from flatout.train.progress import EpochRecord
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flatout.data.batches import Split
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
 
 # Splits whose labels the head may see. In a cross-validation, the fold is held out completely.
 FITTED = ("train", "valid")
@@ -56,11 +51,11 @@ SMALLEST_VARIANCE = 1e-6
 class FittedHead:
     """A linear head: logits are `features @ weight.T + bias`."""
 
-    weight: np.ndarray
-    bias: np.ndarray
-    strength: float
-    temperature: float
-    out_of_fold: np.ndarray
+    weight: np.ndarray  # float32 [K, F]
+    bias: np.ndarray  # float32 [K]
+    strength: float  # of the regularisation
+    temperature: float  # the logits were divided by it to calibrate probabilities on unseen images
+    out_of_fold: np.ndarray  # logits float32 [N, K]; NaN beyond `MAX_IMAGES`, and if there are too few images to divide
 
 
 def fit_head(
@@ -76,15 +71,18 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head by the loss of the task without label smoothing; `views_VNF` are [N, F], of the images and mirrored ones.
+    """Fit a head to features [N, F] of the images and perhaps of mirrored ones, by the loss without label smoothing.
 
     A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
     heads: list[torch.Tensor] = []
-    with _threads(max(1, physical_cores() // 2)), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(optim.keep_compiler_out())
+        # With all threads, many small operations would wait for threads on busy cores.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(max(1, physical_cores() // 2))
         problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
@@ -101,16 +99,6 @@ def fit_head(
         temperature=temperature,
         out_of_fold=out_of_fold,
     )
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Problem:
@@ -235,15 +223,15 @@ class HeadStage:
     """The fitted head, with the features and labels of the splits."""
 
     task: Task
-    head: Head
-    layers: HeadNetwork
-    fitted: FittedHead
+    head: Head  # the module that was fitted
+    layers: HeadNetwork  # a copy of it
+    fitted: FittedHead  # for the splits in `fitted_splits`
     fitted_splits: tuple[str, ...]
-    training_only: FittedHead | None
-    features: dict[str, list[np.ndarray]]
-    placed: "Mapping[str, DeviceDataset]"
+    training_only: FittedHead | None  # for the training images alone, from which fine-tuning starts, if it does
+    features: dict[str, list[np.ndarray]]  # by split, float32 [N, F] for each view
+    placed: Mapping[str, DeviceDataset]  # the splits in the engine that trains; empty if it has no cached layers
     labels: dict[str, np.ndarray]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of the features and of the head
 
     @property
     def share_right(self) -> float:
@@ -256,17 +244,12 @@ class HeadStage:
         right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
         return float(right.mean()) if len(right) else 0.0
 
-    @property
-    def is_enough(self) -> bool:
-        """Whether fine-tuning can hardly improve the head."""
-        return self.share_right >= ENOUGH
-
-    def give_to(self, model: "nn.Module", fitted: FittedHead | None = None) -> None:
+    def give_to(self, model: nn.Module, fitted: FittedHead | None = None) -> None:
         """Load a head into a model, by default the one fitted to all images."""
         fitted = fitted or self.fitted
         set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
 
-    def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
+    def give(self, engine: Engine, fitted: FittedHead | None = None) -> None:
         """Load a head into an engine, by default the one fitted to all images. All ranks call this."""
         self.give_to(self.layers, fitted)
         own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
@@ -349,20 +332,20 @@ class HeadStage:
 
 
 def fit_to_features(
-    model: "nn.Module",
+    model: nn.Module,
     recipe: Recipe,
-    splits: "Mapping[str, Split]",
-    pack: "Pack",
-    make: "Callable[..., Engine]",
-    world: "World",
+    splits: Mapping[str, Split],
+    pack: Pack,
+    make: Callable[..., Engine],
+    world: World,
     *,
     class_weights: np.ndarray | None,
     report: Callable[[str], None],
-    engine: "Engine | None" = None,
+    engine: Engine | None = None,
 ) -> HeadStage:
     """Fit the head of a model and load it; before fine-tuning, the head for the training split alone.
 
-    With the `engine` that trains the model, its cached output of frozen layers provides the features. All ranks call this.
+    The cached output of frozen layers of an `engine` that trains the model provides the features. All ranks call this.
     """
     began = time.perf_counter()
     head = find_head(model, recipe.image_sides, recipe.channels)
@@ -399,14 +382,12 @@ def fit_to_features(
             groups=None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names]),
             has_bias=head.has_bias,
             seed=recipe.seed,
-            **({"strength": like.strength, "temperature": like.temperature} if like else {}),
+            strength=like and like.strength,
+            temperature=like.temperature if like else 1.0,
         )
 
-    def fit_both() -> tuple[FittedHead, FittedHead | None]:
-        fitted = fit(names)
-        return fitted, fit(("train",), fitted) if recipe.epochs else None
-
-    fitted, training_only = world.from_main(fit_both)
+    fitted = world.from_main(lambda: fit(names))
+    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs else None
     stage = HeadStage(
         task=task,
         head=head,
@@ -419,9 +400,6 @@ def fit_to_features(
         labels=labels,
         seconds={"features": computed - began, "head": time.perf_counter() - computed},
     )
-    if engine:
-        stage.give(engine, training_only)
-    else:
-        stage.give_to(model, training_only)
+    stage.give(engine, training_only) if engine else stage.give_to(model, training_only)
     report(stage.describe())
     return stage

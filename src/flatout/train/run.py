@@ -42,7 +42,7 @@ from flatout.train.budget import Budget, fastest_precision, plan_minutes
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
-from flatout.train.head import HeadStage, fit_to_features
+from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.progress import Progress
@@ -477,7 +477,7 @@ def start_engine(
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
-        if options.minutes is not None and stage.is_enough:
+        if options.minutes is not None and stage.share_right >= ENOUGH:
             log.note(
                 ("fine-tuning is left out: " if recipe.epochs else "")
                 + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, "

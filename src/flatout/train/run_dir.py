@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
+from flatout.data.pack import Pack
 from flatout.distributed.environment import launched, restart_count
 from flatout.models.weights import read_weights, save_tensors
 from flatout.train.progress import Progress, from_plain, to_plain
@@ -23,33 +24,17 @@ from flatout.utils.files import lock, sweep_temporary_files, write_atomically
 from flatout.utils.host import process_place
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Pack
     from flatout.distributed.world import World
 
 # What --overwrite removes: the files that a run writes, then their folders.
-_FILES_OF_A_RUN = (
-    f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
-    run_files.CHECKPOINTS,
-    f"{run_files.LOGS}/rank-*.log",
-    f"{run_files.LOGS}/rank-*.samples.jsonl",
-    f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
-    run_files.LIVE,
-    run_files.DEVICES,
-    run_files.LOGS,
-    f"{run_files.TENSORBOARD}/events.out.tfevents.*",
-    run_files.TENSORBOARD,
-    *run_files.PICTURES,
-    run_files.RECIPE,
-    run_files.METRICS,
-    run_files.SUMMARY,
-    run_files.WEIGHTS,
-    run_files.KNOWN,
-    run_files.PREDICTIONS,
-    run_files.SPLITS,
-    run_files.REPORT,
+_FILES = (
+    *("checkpoints/epoch-*.safetensors", "checkpoints", "logs/rank-*.log", "logs/rank-*.samples.jsonl"),
+    *(f"logs/{run_files.TRACKER_IDS}", run_files.LIVE, run_files.DEVICES, "logs"),
+    *("tensorboard/events.out.tfevents.*", "tensorboard", *run_files.PICTURES, run_files.RECIPE, run_files.METRICS),
+    *(run_files.SUMMARY, run_files.WEIGHTS, run_files.KNOWN, run_files.PREDICTIONS, run_files.SPLITS, run_files.REPORT),
 )
 _FOLDS = run_files.FOLD.format("[1-9]*")
-_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
+_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES), _FOLDS, *_FILES)
 # Tolerance: a process's start is relative to the host's, which clock corrections shift.
 _CLOCK_SECONDS = 5.0
 # Prefix of the tensors of the best epoch in a checkpoint.
@@ -145,10 +130,8 @@ def _locked(folder: Path) -> Iterator[None]:
         descriptor = lock(path, wait=False)
         if descriptor is None:
             user = holder(folder)
-            raise InputError(
-                f"{folder}: in use by process {user.process if user else 'unknown'}; wait for it or choose another "
-                "--out"
-            )
+            name = user.process if user else "unknown"
+            raise InputError(f"{folder}: in use by process {name}; wait for it or choose another --out")
         # The previous process may have removed the file after it was opened here.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -215,11 +198,11 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
 class Checkpoint:
     """Everything a run needs to continue, as one safetensors file, which executes no code and detects damage."""
 
-    state: dict[str, Any]
-    best: dict[str, Any]
+    state: dict[str, Any]  # the engine's at `progress`; see `Engine.state`
+    best: dict[str, Any]  # of `progress.best`, if any
     progress: Progress
     recipe: Recipe
-    data: dict[str, Any]
+    data: dict[str, Any]  # see `data_facts`
 
     def save(self, folder: Path) -> None:
         """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
@@ -263,7 +246,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
             )
 
 
-def data_facts(pack: "Pack") -> dict[str, Any]:
+def data_facts(pack: Pack) -> dict[str, Any]:
     """Return what identifies the data."""
     splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
     return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
@@ -273,11 +256,11 @@ def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Re
     """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
 
     def read() -> Recipe | None:
-        if not (_is_continued(request) and newest_first(run_dir / run_files.CHECKPOINTS, _since(request))):
+        if not newest_first(run_dir / run_files.CHECKPOINTS, _since(request)):
             return None
         return of_run(load_recipe(run_dir / run_files.RECIPE))
 
-    return world.from_main(read)
+    return world.from_main(read) if _is_continued(request) else None
 
 
 def restore(context: TrainContext) -> Progress | None:
@@ -288,8 +271,7 @@ def restore(context: TrainContext) -> Progress | None:
     engine, recipe, note = context.engine, context.recipe, context.log.note
     if not (_is_continued(context.request) and recipe.epochs):
         return None
-    # In the main process; the engine distributes the tensors.
-    state, best = dict[str, Any](), dict[str, Any]()
+    state, best = dict[str, Any](), dict[str, Any]()  # of the main process
 
     def without_tensors() -> Checkpoint | None:
         found = _read_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
