@@ -65,17 +65,7 @@ def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
         assert [p.probabilities for p in run.predict(given)] == expected
     with pytest.raises(InputError, match="has 3 channels, but channels = 4"):
         run.predict([np.zeros((24, 40, 3), np.uint16)])
-
-
-def test_a_run_goes_on(data: Path, tmp_path: Path, no_pictures: None) -> None:
-    keys: dict[str, Any] = {"data": data, "devices": "cpu", "quiet": True, **KEYS, "keep": "last"}
-    whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
-    flatout.fit(out=tmp_path / "parts", epochs=1, **keys)
-    parts = flatout.fit(out=tmp_path / "parts", epochs=2, resume=True, **keys)
-    assert parts.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], rel=1e-6)
-
-
-def test_the_report_shows_wide_images_of_many_channels(runs: dict[str, Path]) -> None:
+    # The report shows them, too.
     assert main(["report", str(runs["cpu"])]) == 0
     assert "data:image/png" in (runs["cpu"] / "report.html").read_text()
 
