@@ -3,6 +3,7 @@
 import functools
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest

@@ -38,7 +38,7 @@ def net(outputs: int = 3) -> nn.Module:
 
 
 def fit(out: Path, data: Any, outputs: int = 3, **changes: Any) -> flatout.Run:
-    return flatout.fit(net(outputs), data, out=out, **SETTINGS | changes)
+    return flatout.fit(net(outputs), data, out=out, **dict[str, Any](SETTINGS, **changes))
 
 
 def saved(run: flatout.Run) -> dict[str, np.ndarray]:
@@ -183,8 +183,8 @@ class Dying(nn.Module):
 
 
 def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> None:
-    settings = SETTINGS | {"out": tmp_path / "run", "epochs": 4}
-    whole = flatout.fit(Dying(finished.path), squares(), **settings | {"out": tmp_path / "whole"})
+    settings = dict[str, Any](SETTINGS, out=tmp_path / "run", epochs=4)
+    whole = flatout.fit(Dying(finished.path), squares(), **dict[str, Any](settings, out=tmp_path / "whole"))
     with pytest.raises(KeyboardInterrupt):
         flatout.fit(Dying(tmp_path / "marker"), squares(), **settings)
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -192,7 +192,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> No
         flatout.load(tmp_path / "run")
     first = (tmp_path / "run" / "fold-1" / "weights.safetensors").stat()
     with pytest.raises(flatout.InputError, match=r"the run has optimizer.lr = 0.05; optimizer.lr = 0.1"):
-        flatout.fit(Dying(tmp_path / "marker"), squares(), **settings | {"lr": 0.1}, resume=True)
+        flatout.fit(Dying(tmp_path / "marker"), squares(), **dict[str, Any](settings, lr=0.1), resume=True)
     resumed = flatout.fit(Dying(tmp_path / "marker"), squares(), **settings, resume=True)
     assert (tmp_path / "run" / "fold-1" / "weights.safetensors").stat() == first
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])

@@ -81,7 +81,6 @@ class DatasetStats:
     """What a generated recipe depends on: the data, the device, and the time."""
 
     size: Size  # of training
-    side: int  # of a square with as many pixels
     shape: str  # a sentence about the shape of the images
     resize: str  # `data.resize`
     why_resize: str  # the reason; empty if all images have one size
@@ -96,6 +95,11 @@ class DatasetStats:
     seconds: float | None  # the time budget
     ends: float | None  # its end, by time.perf_counter
     is_size_given: bool = False  # by the user
+
+    @property
+    def side(self) -> int:
+        """The side of a square with as many pixels."""
+        return round(math.sqrt(math.prod(sides(self.size))))
 
     @property
     def is_photo(self) -> bool:
@@ -114,8 +118,7 @@ class DatasetStats:
 
     def of_size(self, image_size: Any) -> "DatasetStats":
         """Return the statistics with the image size that the user or the weights determine."""
-        size = with_settings({"image_size": image_size}).image_size
-        return replace(self, size=size, side=side_of(size), is_size_given=True)
+        return replace(self, size=with_settings({"image_size": image_size}).image_size, is_size_given=True)
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
         """Look up a table entry by the number of images."""
@@ -152,7 +155,6 @@ def measure_dataset(
     counts = np.bincount(source.labels[start:stop]) if source.task == "single-label" else np.ones(1)
     return DatasetStats(
         size=size,
-        side=side_of(size),
         shape=shape,
         resize=resize,
         why_resize=why,
@@ -167,11 +169,6 @@ def measure_dataset(
         seconds=seconds,
         ends=None if seconds is None else (time.perf_counter() if began is None else began) + seconds,
     )
-
-
-def side_of(size: Size) -> int:
-    """Return the side of a square with as many pixels."""
-    return round(math.sqrt(math.prod(sides(size))))
 
 
 def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int, str, str]:
@@ -262,6 +259,8 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
     augment: dict[str, Any] = {"flip": facts.channels == 3}
     pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
     augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
+    optimizer = {"name": "momentum", "lr": 1.0, "lr_base_batch": 256, "momentum": 0.85, "nesterov": True}
+    optimizer["weight_decay"] = 0.0013
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -271,14 +270,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         "keep": "last",
         # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST and more on photos.
         "tta": facts.side < PHOTO,
-        "optimizer": {
-            "name": "momentum",
-            "lr": 1.0,
-            "lr_base_batch": 256,
-            "momentum": 0.85,
-            "nesterov": True,
-            "weight_decay": 0.0013,
-        },
+        "optimizer": optimizer,
         "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
         "augment": augment,
     }
@@ -429,15 +421,10 @@ def _backbone_named(model: str) -> Backbone:
         with FlopCounterMode(display=False) as counter:
             network(torch.empty(1, channels, *sides(size)))
         operations = counter.get_total_flops() // 2 or USUAL_OPERATIONS
-    normalisation: Any = {} if config is None else {"mean": tuple(config.mean), "std": tuple(config.std)}
-    return Backbone(
-        model=model,
-        parameters=parameters,
-        operations=operations,
-        top1=0.0,
-        image_size=max(sides(size)),
-        **normalisation,
-    )
+    about: Any = {"parameters": parameters, "operations": operations, "top1": 0.0, "image_size": max(sides(size))}
+    if config is not None:
+        about |= {"mean": tuple(config.mean), "std": tuple(config.std)}
+    return Backbone(model=model, **about)
 
 
 def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds | None) -> Advice:
@@ -449,12 +436,11 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
-    of_run = facts.of_size(json.loads(about["image_size"])) if "image_size" in about else facts
-    if facts.is_size_given:
-        of_run = facts
+    is_known = "image_size" in about and not facts.is_size_given
+    of_run = facts.of_size(json.loads(about["image_size"])) if is_known else facts
     if name.startswith("timm:"):
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
-        if of_run is not facts:
+        if is_known:
             recipe["image_size"] = usable_size(name, of_run.size, channels=facts.channels)
             reasons["image_size"] = "; as the weights are"
     elif name.startswith("fast-cnn"):

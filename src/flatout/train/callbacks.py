@@ -37,22 +37,14 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Information about a run before its first step.
+    """Information about a run before its first step."""
 
-    Attributes:
-        path: the run folder.
-        classes: class names, in the order of the outputs.
-        devices: the devices of all processes as a SPEC, such as `2xcpu`.
-        parameters: the number of model parameters.
-        epoch: finished epochs: 0, or more if a run continues from a checkpoint.
-    """
-
-    path: Path
+    path: Path  # the run folder
     recipe: Recipe
-    classes: tuple[str, ...]
-    devices: str
-    parameters: int
-    epoch: int
+    classes: tuple[str, ...]  # their names, in the order of the outputs
+    devices: str  # of all processes, as a SPEC such as `2xcpu`
+    parameters: int  # their number in the model
+    epoch: int  # finished epochs: 0, or more if a run continues from a checkpoint
 
 
 class Callback:

@@ -62,7 +62,6 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
 
 def _shown_split(context: TrainContext) -> str | None:
     """Return the split whose predictions are saved and shown: a fold's held-out images, else the test images."""
-    # A fold saves the predictions for its held-out images.
     wanted = ("valid", "test") if context.recipe.data.fold else ("test", "valid")
     return next((name for name in wanted if name in context.splits), None)
 
@@ -150,11 +149,7 @@ def _write(
             more=more,
         )
         scores = scores_of(shown, kept, classes, found)
-    summary = _summary(context, progress, evaluations, ended) | memory | scores
-    _write_report(context, summary, progress)
-
-
-def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
+    summary: dict[str, Any] = _summary(context, progress, evaluations, ended) | memory | scores
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()

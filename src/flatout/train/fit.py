@@ -156,7 +156,7 @@ def fit(
 
 
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the keyword arguments of `fit` to dotted recipe keys, of which a unique last part is enough: `lr=0.01`."""
+    """Convert the keyword arguments of `fit` to dotted recipe keys; a unique last part, such as `lr`, is enough."""
     changes: dict[str, Any] = {}
     for key, value in arguments.items():
         if key == "augment" and value is None:

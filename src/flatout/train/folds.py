@@ -54,15 +54,15 @@ def cross_validate(
     write_atomically(folder / run_files.DEVICES, options.devices.encode())
     began = time.perf_counter()
     for fold in range(1, recipe.data.folds + 1):
-        _train_fold(fold, request, console, train_run)
-    _finish(request, pack, pool, console, time.perf_counter() - began)
+        _train_fold(fold, folder, request, console, train_run)
+    _finish(folder, request, pack, pool, console, time.perf_counter() - began)
     return folder
 
 
-def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]) -> None:
-    recipe, folder = request.recipe, request.run_dir
-    assert folder is not None
-    out = folder / run_files.FOLD.format(fold)
+def _train_fold(
+    fold: int, folder: Path, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]
+) -> None:
+    recipe, out = request.recipe, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
     is_whole = bool(summary) and (summary.get("epochs"), summary.get("stopped")) == (recipe.epochs, None)
     if is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps:
@@ -74,11 +74,9 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
         recipe = recipe.override({"precision": load_recipe(first).precision})
     is_begun = (out / run_files.RECIPE).is_file()
     options = replace(request.options, out=out, resume=is_begun, overwrite=False, began=time.perf_counter())
-    of_fold = TrainRequest(
-        recipe=recipe.override({"data.fold": fold}), data=request.data, options=options, module=request.module
-    )
+    recipe = recipe.override({"data.fold": fold})
     try:
-        train_run(of_fold)
+        train_run(TrainRequest(recipe=recipe, data=request.data, options=options, module=request.module))
     except (InputError, TrainingFailed) as error:
         error.args = (f"fold {fold}: {error}", *error.args[1:])
         raise
@@ -86,9 +84,10 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
         console.close()  # the next fold has its own log
 
 
-def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float) -> None:
-    recipe, folder = request.recipe, request.run_dir
-    assert folder is not None
+def _finish(
+    folder: Path, request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float
+) -> None:
+    recipe = request.recipe
     numbers = range(1, recipe.data.folds + 1)
     names = [run_files.FOLD.format(number) for number in numbers]
     summaries = [run_files.read_summary(folder / name, {}) for name in names]

@@ -8,21 +8,17 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatout.config import Recipe
 from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
-from flatout.distributed.world import Flag
+from flatout.distributed.world import Flag, World
 from flatout.engine.base import NO_COUNTS, DeviceDataset, Engine
 from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
 from flatout.utils.errors import Stopped, TrainingFailed
 from flatout.utils.random import Stream, raw
-
-if TYPE_CHECKING:
-    from flatout.distributed.world import World
 
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 _STOPS = Flag.INTERRUPT | Flag.TERMINATE
@@ -58,7 +54,7 @@ class LoopHooks:
 
 def run_loop(
     engine: Engine,
-    world: "World",
+    world: World,
     recipe: Recipe,
     splits: Mapping[str, DeviceDataset],
     progress: Progress,
@@ -74,7 +70,7 @@ def run_loop(
 @dataclass
 class _Loop:
     engine: Engine
-    world: "World"
+    world: World
     recipe: Recipe
     splits: Mapping[str, DeviceDataset]
     progress: Progress
@@ -157,8 +153,8 @@ class _Loop:
             # The fitted head was evaluated by the mean over its views; epochs must be comparable.
             result = self.splits[watched].evaluate(tta=self.recipe.tta and progress.head is not None)
             if not math.isfinite(result.loss):
-                where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
-                raise TrainingFailed(f"training diverged in {where}{FIX}")
+                epoch = progress.epoch + 1
+                raise TrainingFailed(f"training diverged in epoch {epoch}: the {watched} loss is not finite{FIX}")
             results = {f"{watched}_{key}": value for key, value in {"loss": result.loss, **result.metrics}.items()}
         progress.evaluate_seconds += time.perf_counter() - began
         counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)

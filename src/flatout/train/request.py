@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flatout.config import Recipe
@@ -103,7 +102,7 @@ class RunLog:
         self.notes.append(sentence)
         self.console.note(sentence)
 
-    def lap(self, phase: str, parts: Mapping[str, float] = MappingProxyType({})) -> None:
+    def lap(self, phase: str, **parts: float) -> None:
         """End a phase; `parts` are the seconds of nested phases, which are subtracted."""
         now = time.perf_counter()
         self.seconds |= {phase: now - self._lap - sum(parts.values()), **parts}

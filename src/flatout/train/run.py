@@ -219,9 +219,9 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine
-        request_here = replace(request, recipe=recipe)
-        model = build_model(request_here, pack, log.note)
-        engine, recipe, stage = start_engine(model, request_here, splits, pack, world, continued, log)
+        here = replace(request, recipe=recipe)
+        model = build_model(here, pack, log.note)
+        engine, recipe, stage = start_engine(model, here, splits, pack, world, continued, log)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
             for sentence in engine.describe():
@@ -350,9 +350,8 @@ def load_pack(request: TrainRequest, world: World, log: RunLog) -> Pack:
         log.lap("launch")
         return data.open()
     log.lap("start")
-    pack = load_once_per_host(
-        world, lambda: load(data, request.recipe, cache=request.options.cache, report=log.console)
-    )
+    make = functools.partial(load, data, request.recipe, cache=request.options.cache, report=log.console)
+    pack = load_once_per_host(world, make)
     log.console.finish()
     log.lap("pack")
     return pack
@@ -407,10 +406,8 @@ def _order_for_memory(train: Split, world: World, log: RunLog) -> str:
     free = min(world.all_gather_object(available_memory()))
     if not train.is_on_disk or train.nbytes <= free:
         return "full"
-    log.note(
-        f"data.order = blocks: {train.nbytes / 2**30:.1f} GiB of training images are more than the "
-        f"{free / 2**30:.1f} GiB of available memory"
-    )
+    needed, available = (f"{size / 2**30:.1f} GiB of" for size in (train.nbytes, free))
+    log.note(f"data.order = blocks: {needed} training images are more than the {available} available memory")
     return "blocks"
 
 
@@ -478,10 +475,10 @@ def start_engine(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
         if options.minutes is not None and stage.share_right >= ENOUGH:
+            left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
-                ("fine-tuning is left out: " if recipe.epochs else "")
-                + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, "
-                "or other ones, would help more than minutes"
+                f"{left_out}heads that have not seen them answer {stage.share_right:.2%} of the images rightly; "
+                "more images, or other ones, would help more than minutes"
             )
             recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:
@@ -513,5 +510,5 @@ def start_engine(
     engine = make(model, recipe, report=log.note)
     if recipe.linear_probe and shares_features:
         stage, recipe = fit(recipe, engine)
-    log.lap("model", stage.seconds if stage else {})
+    log.lap("model", **(stage.seconds if stage else {}))
     return engine, recipe, stage
