@@ -466,7 +466,7 @@ def start_engine(
         task=replace(task, own_metrics=functions.metrics),
         class_weights=class_weights,
         # Only the torch engine supports user functions; `UserFunctions.check` has refused them elsewhere.
-        **functions.for_engine(recipe),
+        **functions.in_training,
     )
 
     def fit(recipe: Recipe, engine: Engine | None = None) -> tuple[HeadStage, Recipe]:
