@@ -78,16 +78,3 @@ def test_an_old_run_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes((runs["cpu"] / "weights.safetensors").read_bytes())
     recipe = flatout.load(tmp_path).recipe
     assert (recipe.data.bits, recipe.data.resize) == (8, "squash")
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"channels": 3}, "has 4 channels, but channels = 3"),
-        ({"policy": "randaugment"}, "augment.policy = 'randaugment': needs images of 1 or 3 channels and 8 bits"),
-    ],
-)
-def test_wrong_shapes_are_one_message(data: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        flatout.fit(data=data, out=tmp_path / "run", **{**KEYS, "epochs": 1, "devices": "cpu", "quiet": True, **keys})
-    assert not (tmp_path / "run").exists()

@@ -194,13 +194,9 @@ def seconds_per_step(
     *,
     first_steps: int = FIRST_STEPS,
 ) -> float:
-    """Take real steps for about `seconds`, and return the time of one on the slowest rank.
-
-    If the first steps take longer, no others are taken.
-    """
+    """Take steps of a learning rate close to 0 for about `seconds`, and return the time of one on the slowest rank."""
 
     def steps(count: int) -> float:
-        """Return the mean seconds of `count` steps, at a learning rate close to 0."""
         train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:

@@ -142,7 +142,7 @@ class LiveFile:
         self._process = psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
         self._began = self._last = time.perf_counter()
-        self._before = self._totals()
+        self._before = progress.images_trained, progress.train_seconds, progress.wait_seconds
 
     def step(self, loss: float | None) -> None:
         """Write a line if one is due."""
@@ -150,7 +150,7 @@ class LiveFile:
         if now - self._last < max(LIVE_SECONDS, LIVE_SHARE * (now - self._began)):
             return
         self._last, before, progress = now, self._before, self._progress
-        self._before = self._totals()
+        self._before = progress.images_trained, progress.train_seconds, progress.wait_seconds
         images, seconds, waited = (after - earlier for after, earlier in zip(self._before, before, strict=True))
         line = {
             "time": round(time.time(), 2),
@@ -166,10 +166,6 @@ class LiveFile:
         # to be written on close.
         with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
-
-    def _totals(self) -> tuple[int, float, float]:
-        progress = self._progress
-        return progress.images_trained, progress.train_seconds, progress.wait_seconds
 
 
 def write_metrics(context: TrainContext, progress: Progress) -> None:

@@ -31,16 +31,11 @@ def resolve(
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
 ) -> tuple[Recipe, DataSource | ImageDataset]:
-    """Return the recipe with changes, and the recognised data.
+    """Return the recipe of a job with changed keys, or one made from the data, and the recognised data.
 
-    Args:
-        job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
-        data: a path, a URL or data given in Python; None uses the recipe's data, or downloads the job's.
-        changes: dotted recipe keys to override.
-        accelerated, seconds, began, speeds: what a generated recipe depends on besides the data: a GPU or TPU, the time
-            budget and its start, and measured speeds.
-        explain: also receives the reasons for a generated recipe, for its report.
-        fetch: whether published weights are searched for or downloaded; else they are assumed to exist.
+    Without `data`, it is the recipe's, or the job's is downloaded. A generated recipe also depends on the device, the
+    time budget and measured speeds; `explain` receives the reasons. Without `fetch`, published weights are assumed to
+    exist.
     """
     plain, is_complete = start_of(job, changes)
     changes = _with_full_name(changes)

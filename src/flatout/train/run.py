@@ -292,11 +292,8 @@ def run_epochs(
 ) -> tuple[TrainContext, Ended]:
     """Run the loop and save its end; return how it ended, and the context with the recipe's final length."""
     recipe, log = context.recipe, context.log
-    images = len(context.splits["train"])
-    log.console.note(
-        f"training {recipe.model} ({context.parameters:,} parameters) on {images:,} images, "
-        f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
-    )
+    what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
+    log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
     reason, failure = "", None
