@@ -143,6 +143,7 @@ def test_binary_loss_has_one_output(tmp_path: Path) -> None:
 
 INPUT_ERRORS = [
     (["train", "digts"], "did you mean 'digits'"),
+    (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
     (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
     (["train", "digits", "--model", "nowhere:factory"], "nowhere:factory"),
     (["train", "digits", "--model", "vgg16"], "32x32"),
