@@ -133,7 +133,7 @@ def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tu
     options, spec, notes = request.options, request.options.devices, list[str]()
     if spec == "auto" and options.resume and options.out:
         with contextlib.suppress(OSError):
-            spec, sentence = kept_devices((options.out / run_files.DEVICES).read_text(), options.engine)
+            spec, sentence = kept_devices((options.out / run_files.DEVICES).read_text(errors="replace"), options.engine)
             notes.append(sentence)
     start, stop = pack.splits["train"]
     chosen = choose_processes(
