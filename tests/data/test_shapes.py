@@ -17,7 +17,7 @@ from flatout.data.decode import decode_image, read_header
 from flatout.data.pack import open_pack
 from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of
-from flatout.train.dataset_stats import measure_dataset
+from flatout.train.auto_recipe import measure_dataset
 from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, settings
 from tests.data.pictures import refusal, saved, smooth_picture

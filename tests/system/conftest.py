@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from flatout.train.request import Options
 
@@ -46,6 +47,19 @@ def no_pictures_in_module() -> Iterator[None]:
     """Leave them out of all runs of a module, those of its fixtures too."""
     with pytest.MonkeyPatch.context() as patch:
         leave_out_pictures(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_picture_in_module() -> Iterator[None]:
+    """Draw one small picture instead of all and the report, in all runs of a module."""
+
+    def draw(run: Path) -> None:
+        for name in ("curves.png", "confusion.png"):
+            Image.new("L", (3, 2)).save(run / name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", draw)
         yield
 
 

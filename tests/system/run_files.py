@@ -23,6 +23,15 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_weights(run / "weights.safetensors")[0]
 
 
+def grey_levels(
+    count: int = 120, *, size: int = 8, noise: int = 40, step: int = 90, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return grey images uint8 [N, size, size] of three classes, which differ in their level by a step, and labels."""
+    labels = np.arange(count) % 3
+    pixels = np.random.default_rng(seed).integers(0, noise, (count, size, size))
+    return (pixels + step * labels[:, None, None]).astype(np.uint8), labels
+
+
 def write_digits(path: Path) -> Path:
     """Write the digits into a file: no process needs scikit-learn, which takes long to import."""
     from sklearn.datasets import load_digits

@@ -4,33 +4,20 @@ import importlib.util
 import json
 import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import flatout
 from flatout.cli.main import main
+from tests.system.run_files import grey_levels
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_pictures() -> Iterator[None]:
-    """Draw one small picture instead of all and the report, which take longer than these runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: Image.new("L", (3, 2)).save(run / "curves.png"))
-        yield
-
-
-def make_arrays(count: int = 96) -> tuple[np.ndarray, np.ndarray]:
-    """Grey images whose level is their class."""
-    labels = np.arange(count) % 3
-    noise = np.random.default_rng(0).integers(0, 40, (count, 8, 8))
-    return (noise + 90 * labels[:, None, None]).astype(np.uint8), labels
+pytestmark = pytest.mark.usefixtures("one_picture_in_module")
 
 
 class Recorder(flatout.Callback):
@@ -63,7 +50,7 @@ class Recorder(flatout.Callback):
 
 def fit(out: Path, *callbacks: Any, **changes: Any) -> flatout.Run:
     settings = {"epochs": 3, "batch_size": 32, "devices": "cpu", "quiet": True, "model": "parallel-cnn"}
-    return flatout.fit(data=make_arrays(), out=out, callbacks=callbacks, **settings | changes)
+    return flatout.fit(data=grey_levels(96), out=out, callbacks=callbacks, **settings | changes)
 
 
 def test_the_methods_are_called_with_what_the_run_folder_has(tmp_path: Path) -> None:
@@ -72,8 +59,7 @@ def test_the_methods_are_called_with_what_the_run_folder_has(tmp_path: Path) -> 
     assert recorder.order == ["start", 1, 2, 3, "end"]
     assert recorder.path == run.path
     assert recorder.calls[0][1:] == (0, run.classes, "cpu", 3, run.summary["parameters"])
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    assert [{"epoch": epoch, **metrics} for _, epoch, metrics in recorder.calls[1:-1]] == lines
+    assert [{"epoch": epoch, **metrics} for _, epoch, metrics in recorder.calls[1:-1]] == run.epochs
     assert recorder.calls[-1][1] == run.summary
 
 
@@ -128,8 +114,7 @@ def test_of_two_processes_one_calls_and_the_attributes_come_back(no_pictures: No
 
 
 class Misnamed(flatout.Callback):
-    def on_epoch_ends(self, epoch: int, metrics: dict[str, Any]) -> None:
-        raise AssertionError
+    def on_epoch_ends(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -148,38 +133,35 @@ def test_what_is_no_callback(given: Any, message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_named_with_its_extra(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     assert main(["train", "digits", "--track", name]) == 2
-    message = capsys.readouterr().err
-    assert f"needs the package {name}: pip install 'flatout[{name}]'" in message
-    assert message.count("\n") == 1
+    assert f"needs the package {name}: pip install 'flatout[{name}]'" in capsys.readouterr().err
 
 
-def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run an example in a folder of its own, and return its variables."""
-    monkeypatch.chdir(folder)
-    return runpy.run_path(str(EXAMPLES / name))
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Return a function that runs an example in a folder of its own, and returns its variables."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: runpy.run_path(str(EXAMPLES / name))
 
 
-def test_the_example_of_a_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = run_example("callback.py", tmp_path, monkeypatch)
+def test_the_example_of_a_callback(example: Callable[[str], dict[str, Any]]) -> None:
+    values = example("callback.py")
     assert values["run"].summary["stopped"] == "StopAt.on_epoch_end ended training"
     assert values["run"].summary["valid_accuracy"] >= values["stop"].accuracy
     assert values["stop"].best == values["run"].summary["valid_accuracy"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard(example: Callable[[str], dict[str, Any]]) -> None:
     pytest.importorskip("tensorboard", reason="needs flatout[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = run_example("track_tensorboard.py", tmp_path, monkeypatch)["run"]
+    run = example("track_tensorboard.py")["run"]
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     found = {event.step: event.value for event in events.Scalars("valid_accuracy")}
-    assert found == pytest.approx({line["epoch"]: line["valid_accuracy"] for line in read_lines(run)})
+    assert found == pytest.approx({line["epoch"]: line["valid_accuracy"] for line in run.epochs})
     assert (events.Images("curves")[0].width, events.Images("curves")[0].height) == (3, 2)
     assert events.Scalars("test_accuracy")[0].value == pytest.approx(run.summary["test_accuracy"])
     assert b"optimizer.lr = " in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
@@ -187,23 +169,19 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (run.path / "tensorboard").exists(), "the files of a run that is overwritten are removed"
 
 
-def read_lines(run: flatout.Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs flatout[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = run_example("track_wandb.py", tmp_path, monkeypatch)["run"]
+    run = example("track_wandb.py")["run"]
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     known = json.loads((run.path / "logs" / "trackers.json").read_text())["wandb"]
     assert folder.name.endswith(known)
     # The file of an offline run is a log of protobuf records, in which text is plain.
     content = (folder / f"run-{known}.wandb").read_bytes()
     assert b"optimizer.lr" in content
-    for line in read_lines(run):
+    for line in run.epochs:
         assert str(line["valid_accuracy"]).encode() in content
     assert list((folder / "files" / "media" / "images").glob("curves_*.png"))

@@ -1,5 +1,6 @@
 """The Python interface: modules, arrays and data sets of the user's."""
 
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 import flatout
-from flatout.models.weights import read_weights
+from tests.system.run_files import grey_levels, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -28,21 +29,12 @@ class Net(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-def make_arrays(count: int = 120) -> tuple[np.ndarray, np.ndarray]:
-    """Grey images whose level is their class."""
-    labels = np.arange(count) % 3
-    noise = np.random.default_rng(0).integers(0, 40, (count, 10, 10))
-    return (noise + 90 * labels[:, None, None]).astype(np.uint8), labels
+make_arrays = functools.partial(grey_levels, size=10)
 
 
 def settings(**changes: object) -> dict:
-    return {
-        "devices": "cpu",
-        "quiet": True,
-        "batch_size": 16,
-        "epochs": 8,
-        "optimizer": flatout.Adam(lr=0.02),
-    } | changes
+    usual = {"devices": "cpu", "quiet": True, "batch_size": 16, "epochs": 8, "optimizer": flatout.Adam(lr=0.02)}
+    return usual | changes
 
 
 def test_a_module_and_arrays(tmp_path: Path) -> None:
@@ -50,7 +42,7 @@ def test_a_module_and_arrays(tmp_path: Path) -> None:
     run = flatout.fit(net, make_arrays(), out=tmp_path / "run", **settings())
     assert run.summary["test_accuracy"] >= 0.9
     assert run.summary["train_images"] == 96
-    saved = read_weights(tmp_path / "run" / "weights.safetensors")[0]
+    saved = weights(run.path)
     assert all(torch.equal(saved[k], v) for k, v in net.state_dict().items()), "the user's module is the trained one"
     assert (net.training, net.head.weight.device.type) == (False, "cpu")
     images, labels = make_arrays(30)
@@ -74,7 +66,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
 
 def test_a_named_model_and_recipe_sections(run: flatout.Run) -> None:
     assert (run.recipe.augment, run.recipe.schedule.name) == (flatout.Augment(shift=0.1), "cosine")
-    assert run.recipe.optimizer == flatout.Adam(lr=0.02)
     assert sum(p.numel() for p in run.model.parameters()) == run.summary["parameters"]
 
 
@@ -85,26 +76,15 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
     for picture, file in zip(pictures, files, strict=True):
         picture.save(file)
     expected = [p.probabilities for p in run.predict(images)]
-    forms = {
-        "files": files,
-        "a folder": tmp_path,
-        "bytes": [file.read_bytes() for file in files],
-        "PIL images": pictures,
-        "colour": [picture.convert("RGB") for picture in pictures],
-        "a list of arrays": list(images),
-        "a list of tensors": [torch.from_numpy(image)[None] for image in images],
-        "floats in 0..1": images / 255,
-        "floats in 0..255": images.astype(np.float32),
-        "a tensor": torch.from_numpy(images)[:, None] / 255,
-        "channels last": images[..., None],
-        "a generator": (image for image in images),
-        "open files": [io.BytesIO(file.read_bytes()) for file in files],
-    }
-    for form, given in forms.items():
-        assert [p.probabilities for p in run.predict(given)] == expected, form
-    content = files[0].read_bytes()
-    ones = (pictures[0], files[0], str(files[0]), content, memoryview(content), images[0], torch.from_numpy(images[0]))
-    for one in ones:
+    tensors = torch.from_numpy(images)
+    # Files, pictures, arrays and tensors, of bytes or floats, as a list or another iterable.
+    contents = [file.read_bytes() for file in files]
+    forms = [files, tmp_path, contents, map(io.BytesIO, contents), pictures, [p.convert("RGB") for p in pictures]]
+    forms += [list(images), iter(images), images[..., None], images / 255, images.astype(np.float32)]
+    forms += [list(tensors[:, None]), tensors[:, None] / 255]
+    for number, given in enumerate(forms):
+        assert [p.probabilities for p in run.predict(given)] == expected, number
+    for one in (pictures[0], files[0], str(files[0]), contents[0], memoryview(contents[0]), images[0], tensors[0]):
         (prediction,) = run.predict(one)
         # A batch of one is rounded otherwise than one of six.
         assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
@@ -112,25 +92,10 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
     assert run.predict([larger, pictures[1]])[1].probabilities == pytest.approx(expected[1])
 
 
-def test_images_are_decoded_batch_by_batch(run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Image.fromarray(make_arrays(1)[0][0]).save(tmp_path / "0.png")
-    sizes: list[int] = []
-    outputs = flatout.Run.outputs
-
-    def counted(self: flatout.Run, pixels: np.ndarray, *, tta: bool = False) -> Any:
-        sizes.append(len(pixels))
-        return outputs(self, pixels)
-
-    monkeypatch.setattr(flatout.Run, "outputs", counted)
-    assert len(run.predict([tmp_path / "0.png"] * 40)) == 40
-    assert sizes == [16, 16, 8], "batches of the recipe's size"
-
-
 @pytest.mark.parametrize(
     ("images", "message"),
     [
         (3, "int given; give files, folders, PIL images, arrays or tensors"),
-        ({"a": 3}, "dict given"),
         ([3], "item 0 is of int"),
         (b"no image", "0: is not an image"),
         (np.full((2, 10, 10), 300.0), "0..1 or 0..255"),
@@ -166,6 +131,7 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
     fails("must return logits", Net(5), data)
     fails("119", Net(), (data[0], data[1][:-1]))
     fails("int", Net(), 3)
+    fails("did you mean 'epochs'", Net(), data, epoch=3)
     fails("no job and no data")
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
     assert not (tmp_path / "runs").exists()
@@ -175,8 +141,8 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
 
 def test_the_words_of_other_libraries(tmp_path: Path) -> None:
     images, labels = make_arrays()
-    said = {"devices": "cpu", "quiet": True, "batch_size": np.int64(16), "epochs": 2}
-    said |= {"lr": 0.02, "optimizer": "adam", "schedule": "cosine", "augment": {"shift": 0.1}, "weight_decay": 0.001}
+    said: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": np.int64(16), "epochs": 2, "lr": 0.02}
+    said |= {"optimizer": "adam", "schedule": "cosine", "augment": {"shift": 0.1}, "weight_decay": 0.001}
     held_out = (images[:30] / 255, labels[:30])
     run = flatout.fit(Net(), images / 255, labels, validation_data=held_out, out=tmp_path / "run", **said)
     assert run.recipe.optimizer == flatout.Adam(lr=0.02, weight_decay=0.001)
@@ -208,30 +174,3 @@ def test_a_module_that_returns_more_than_logits(tmp_path: Path) -> None:
         own = net(x)
         assert torch.allclose(run.model(x).softmax(1), own), "the run's model returns logits, the user's what it did"
     np.testing.assert_allclose(run.probabilities(images[..., None]), own, atol=1e-5)
-
-
-def test_a_job_from_python(tmp_path: Path) -> None:
-    images, labels = make_arrays()
-    np.savez(tmp_path / "photos.npz", images=images, labels=labels)
-    run = flatout.fit(
-        job="digits", data=tmp_path / "photos.npz", out=tmp_path / "run", epochs=1, devices="cpu", quiet=True
-    )
-    assert run.recipe.job == "digits"
-    assert run.evaluate(devices="cpu")["test_correct"] == run.summary["test_correct"]
-
-
-WRONG = [
-    (lambda: flatout.fit(Net(5), make_arrays(), **settings()), "must return logits"),
-    (lambda: flatout.fit(Net(), (make_arrays()[0], make_arrays()[1][:-1]), **settings()), "119"),
-    (lambda: flatout.fit(Net(), make_arrays(), epoch=3), "did you mean 'epochs'"),
-    (lambda: flatout.fit(Net(), 3), "int"),
-    (lambda: flatout.fit(), "no job and no data"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_arguments(call, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(flatout.InputError, match=message):
-        call()
-    assert not (tmp_path / "runs").exists()

@@ -1,6 +1,5 @@
 """The head fitted to features: against scikit-learn and a plain loop, and in whole runs."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from torch import nn
 
 import flatout
 from flatout.cli.main import main
-from flatout.models.weights import read_weights
 from flatout.tasks import Regression, SingleLabel
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
 from tests.system.interrupted import Killed, kill
+from tests.system.run_files import metrics, summary, weights
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")
@@ -97,18 +96,16 @@ def test_fewer_images_than_folds(count: int) -> None:
 
 @pytest.mark.parametrize("engine", [("cpu", "torch"), ("2xcpu", "torch"), ("2xcpu", "xla")])
 def test_a_run_of_no_epochs_is_its_head(engine: tuple[str, str], tmp_path: Path) -> None:
-    devices, name = engine
-    assert main([*HEAD_ONLY, "--devices", devices, "--engine", name, "--out", str(tmp_path / "run")]) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert (line["epoch"], summary["epochs"], summary["epochs_trained"], summary["kept_epoch"]) == (0, 0, 0, 0)
-    assert summary["test_accuracy"] > 0.9
-    assert summary["valid_accuracy"] == line["valid_accuracy"]
-    assert summary["trust"]["calibration_images"] == summary["valid_count"]
-    assert summary["trained_parameters"] < summary["parameters"]  # those of the head alone
+    (devices, name), out = engine, tmp_path / "run"
+    assert main([*HEAD_ONLY, "--devices", devices, "--engine", name, "--out", str(out)]) == 0
+    (line,), figures = metrics(out), summary(out)
+    assert (line["epoch"], figures["epochs"], figures["epochs_trained"], figures["kept_epoch"]) == (0, 0, 0, 0)
+    assert figures["test_accuracy"] > 0.9
+    assert figures["valid_accuracy"] == line["valid_accuracy"]
+    assert figures["trust"]["calibration_images"] == figures["valid_count"]
+    assert figures["trained_parameters"] < figures["parameters"]  # those of the head alone
     # What is written answers as the run did.
-    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
-    assert evaluated["test_correct"] == summary["test_correct"]
+    assert flatout.load(out).evaluate(devices="cpu")["test_correct"] == figures["test_correct"]
 
 
 def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:
@@ -116,10 +113,9 @@ def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:
     bad = ("--epochs", "1", "--lr", "3", "--set", "linear_probe=true", "--devices", "cpu")
     assert main(["train", "digits", *bad, "--out", str(tmp_path / "tuned")]) in (0, 1)
     assert main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "head")]) == 0
-    tuned, head = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("tuned", "head"))
+    tuned, head = summary(tmp_path / "tuned"), summary(tmp_path / "head")
     assert tuned["kept_epoch"] == 0
-    assert tuned["test_accuracy"] == head["test_accuracy"]
-    assert tuned["valid_accuracy"] == head["valid_accuracy"]
+    assert [tuned[key] == head[key] for key in ("test_accuracy", "valid_accuracy")] == [True, True]
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
@@ -128,14 +124,13 @@ def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
 ) -> None:
     """The engine has another one by then: that for the training images alone, from which fine-tuning would start."""
     # Else the head would be good enough to end before the time of an epoch is measured.
-    monkeypatch.setattr("flatout.train.head.ENOUGH", 2.0)
+    monkeypatch.setattr("flatout.train.run.ENOUGH", 2.0)
     short = ("--minutes", "0.01", "--epochs", "1", "--set", "linear_probe=true", "--set", f"keep={keep}")
     assert main(["train", "digits", *short, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert any("fine-tuning is left out: an epoch takes longer" in note for note in summary["notes"])
-    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
-    assert evaluated["test_accuracy"] == summary["test_accuracy"]
-    assert evaluated["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
+    figures, evaluated = summary(tmp_path / "run"), flatout.load(tmp_path / "run").evaluate(devices="cpu")
+    assert any("fine-tuning is left out: an epoch takes longer" in note for note in figures["notes"])
+    assert evaluated["test_accuracy"] == figures["test_accuracy"]
+    assert evaluated["test_loss"] == pytest.approx(figures["test_loss"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -145,7 +140,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert main([*flags, "--epochs", "3", "--out", str(tmp_path / "whole")]) == 0
     assert main([*flags, "--epochs", "2", "--out", str(tmp_path / "parts")]) == 0
     assert main(["train", "--resume", "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "parts")]) == 0
-    whole, parts = (read_weights(tmp_path / out / "weights.safetensors")[0] for out in ("whole", "parts"))
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -155,25 +150,14 @@ def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkey
         main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["epochs_trained"], summary["devices"]) == (0, "cpu")
-
-
-class NoHead(nn.Module):
-    """Logits that are not linear in what any layer reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.body(x.flatten(1)))
+    assert (summary(tmp_path / "run")["epochs_trained"], summary(tmp_path / "run")["devices"]) == (0, "cpu")
 
 
 def test_a_network_without_a_head_is_refused(tmp_path: Path) -> None:
+    """Its logits are not linear in what any layer reads."""
     given: dict[str, Any] = {"job": "digits", "linear_probe": True, "devices": "cpu", "quiet": True}
     with pytest.raises(InputError, match="no head can be fitted; set linear_probe = false"):
-        flatout.fit(NoHead(), out=tmp_path / "run", **given)
+        flatout.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Tanh()), out=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
 
@@ -181,13 +165,7 @@ def test_class_weights_shift_the_head() -> None:
     labels = (np.arange(200) % 10 == 0).astype(np.int64)
     features = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     plain = fit_head([features], labels, CLASSES, 2, strength=1.0)
-    weighted = fit_head(
-        [features],
-        labels,
-        replace(CLASSES, is_balanced=True),
-        2,
-        strength=1.0,
-        class_weights=np.array([1 / 1.8, 5.0], np.float32),
-    )
+    given, balanced = np.array([1 / 1.8, 5.0], np.float32), replace(CLASSES, is_balanced=True)
+    weighted = fit_head([features], labels, balanced, 2, strength=1.0, class_weights=given)
     answers = [(features @ head.weight.T + head.bias).argmax(axis=1).mean() for head in (plain, weighted)]
     assert answers[0] == 0 and answers[1] > 0.2

@@ -1,6 +1,5 @@
 """`precision = "auto"` on a CPU that computes bfloat16, which is simulated: any CPU can compute it, if slowly."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import flatout
 from flatout.cli.main import main
 from flatout.config import load_recipe
 from flatout.engine.torch.accelerator import CPU
-from flatout.models.weights import read_weights
 from flatout.train import budget, run
+from tests.system.run_files import summary, weights
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -39,13 +38,12 @@ def test_the_format_that_pays_is_used_and_written_down(
 ) -> None:
     measured["bf16"] = bf16
     assert main([*ONE_EPOCH, "--out", str(tmp_path / "run")]) == 0
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert load_recipe(tmp_path / "run/recipe.toml").precision == chosen
-    assert any(f"precision = {chosen}" in note and said in note for note in summary["notes"])
+    assert any(f"precision = {chosen}" in note and said in note for note in summary(tmp_path / "run")["notes"])
     # The recipe repeats the run, whatever a measurement would say then.
     measured["bf16"] = 1 - bf16
     assert main(["train", str(tmp_path / "run/recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
-    ours, again = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("run", "again"))
+    ours, again = weights(tmp_path / "run"), weights(tmp_path / "again")
     assert all(ours[name].equal(again[name]) for name in ours)
 
 
@@ -63,8 +61,7 @@ def test_a_resumed_run_keeps_its_format(measured: dict[str, float], tmp_path: Pa
 def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one decides, also for those that a later command trains: another measurement may say otherwise."""
     measured["bf16"] = 0.5
-    real = run.fastest_precision
-    decided: list[str] = []
+    real, decided = run.fastest_precision, list[str]()
 
     def once(*arguments: Any) -> tuple[str, str]:
         chosen, reason = real(*arguments)

@@ -65,17 +65,7 @@ def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
         assert [p.probabilities for p in run.predict(given)] == expected
     with pytest.raises(InputError, match="has 3 channels, but channels = 4"):
         run.predict([np.zeros((24, 40, 3), np.uint16)])
-
-
-def test_a_run_goes_on(data: Path, tmp_path: Path, no_pictures: None) -> None:
-    keys: dict[str, Any] = {"data": data, "devices": "cpu", "quiet": True, **KEYS, "keep": "last"}
-    whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
-    flatout.fit(out=tmp_path / "parts", epochs=1, **keys)
-    parts = flatout.fit(out=tmp_path / "parts", epochs=2, resume=True, **keys)
-    assert parts.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], rel=1e-6)
-
-
-def test_the_report_shows_wide_images_of_many_channels(runs: dict[str, Path]) -> None:
+    # The report shows them, too.
     assert main(["report", str(runs["cpu"])]) == 0
     assert "data:image/png" in (runs["cpu"] / "report.html").read_text()
 
@@ -88,16 +78,3 @@ def test_an_old_run_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes((runs["cpu"] / "weights.safetensors").read_bytes())
     recipe = flatout.load(tmp_path).recipe
     assert (recipe.data.bits, recipe.data.resize) == (8, "squash")
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"channels": 3}, "has 4 channels, but channels = 3"),
-        ({"policy": "randaugment"}, "augment.policy = 'randaugment': needs images of 1 or 3 channels and 8 bits"),
-    ],
-)
-def test_wrong_shapes_are_one_message(data: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        flatout.fit(data=data, out=tmp_path / "run", **{**KEYS, "epochs": 1, "devices": "cpu", "quiet": True, **keys})
-    assert not (tmp_path / "run").exists()

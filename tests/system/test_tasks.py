@@ -14,7 +14,6 @@ import flatout
 from flatout.cli.main import main
 from flatout.data.build import find
 from flatout.data.source import ImageDataset
-from flatout.models.weights import read_weights
 
 Pairs = tuple[np.ndarray, np.ndarray]
 
@@ -32,11 +31,6 @@ def pairs_of(shared_data: Path) -> Callable[[int], Pairs]:
         return np.concatenate([images[chosen[:, 0]], images[chosen[:, 1]]], axis=2), source.labels[chosen]
 
     return pairs
-
-
-def present(digits: np.ndarray) -> np.ndarray:
-    """Return which digits are in a pair, uint8 [N, 10]."""
-    return np.eye(10, dtype=np.uint8)[digits].max(axis=1)
 
 
 def fit(out: Path, data: Any, **changes: Any) -> flatout.Run:
@@ -98,8 +92,6 @@ def test_several_labels_from_a_csv_file(listed: Path, tmp_path: Path, capsys: py
     assert "Precision, recall and F1" in page
     result = command(capsys, "check", listed / "tags.csv")
     assert (result["task"], result["images"]) == ("multi-label", {"train": 300})
-    for name in ("predictions.png", "curves.png", "confusion.png"):
-        assert (run.path / name).is_file()
 
 
 def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,24 +112,6 @@ def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.Ca
     assert "Predicted against actual" in (run.path / "report.html").read_text()
     result = command(capsys, "check", listed / "numbers.csv")
     assert result["numbers"]["train"][0] >= 0.5
-    assert main(["check", str(listed / "numbers.csv")]) == 0
-    assert "labels in train: " in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("task", ["multi-label", "regression"])
-def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
-    images, digits = pairs_of(200)
-    data = (images, present(digits) if task == "multi-label" else digits.sum(axis=1) / 2)
-    schedule = flatout.Schedule()
-    whole = fit(tmp_path / "whole", data, schedule=schedule)
-    fit(tmp_path / "parts", data, schedule=schedule, epochs=1)
-    parts = fit(tmp_path / "parts", data, schedule=schedule, resume=True)
-    assert parts.recipe.task == task
-    first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
-    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
-    assert first[1] == second[1]
-    assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
 
 
 def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:

@@ -78,8 +78,7 @@ def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
     with torch.no_grad():
         by_hand = run.model(((torch.from_numpy(pixels).float() / 255 - mean) / std)[:, None]).argmax(1)
     assert (by_hand.numpy() == data.target).mean() > 0.9
-    predictions = run.predict(pixels[:5], top=1)
-    assert [p.classes[0] for p in predictions] == [str(int(i)) for i in by_hand[:5]]
+    assert [p.classes[0] for p in run.predict(pixels[:5], top=1)] == [str(int(i)) for i in by_hand[:5]]
 
 
 def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, capsys) -> None:

@@ -9,7 +9,7 @@ import pytest
 from flatout.data.source import ImageDataset
 from flatout.models.hub import BACKBONES
 from flatout.train import photo_plan
-from flatout.train.dataset_stats import measure_dataset
+from flatout.train.auto_recipe import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
@@ -42,10 +42,12 @@ def plan(
     return plan_photos(facts.of_size(size) if size else facts, backbones, 32, 3, rate)
 
 
-def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
-    short, long = plan(20), plan(600)
+def test_more_time_or_speed_gives_a_better_network_then_fine_tuning() -> None:
+    short, slow, long = plan(20), plan(600, slowness=60), plan(600)
     assert (short.backbone, short.epochs, short.mirrored) == (SMALL, 0, False)
-    assert (long.backbone, long.mirrored) == (LARGE, True) and long.epochs > 0
+    assert (slow.backbone, slow.image_size) != (LARGE, 224)
+    assert (long.backbone, long.image_size, long.mirrored) == (LARGE, 224, True) and long.epochs > 0
+    assert "100 images/s here" in long.reasons["model"] and "in 10 min" in long.reasons["epochs"]
 
 
 def test_few_images_get_a_larger_network_before_fine_tuning() -> None:
@@ -53,13 +55,6 @@ def test_few_images_get_a_larger_network_before_fine_tuning() -> None:
     few, many = plan(40, 1200), plan(140, 6000)
     assert (few.backbone, few.epochs) == (LARGE, 0)
     assert (many.backbone, many.epochs > 0) == (SMALL, True)
-
-
-def test_a_slower_machine_gets_smaller_images_or_networks() -> None:
-    """The plan follows what is measured: operations alone would give the same at any speed."""
-    fast, slow = plan(600), plan(600, slowness=60)
-    assert (fast.backbone, fast.image_size) == (LARGE, 224)
-    assert (slow.backbone, slow.image_size) != (LARGE, 224)
 
 
 def test_what_was_planned_fits_the_time_at_the_measured_speed() -> None:
@@ -78,19 +73,11 @@ def test_more_time_gives_more_epochs_whose_weights_are_averaged() -> None:
     assert longer.averaging > shorter.averaging
 
 
-def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:
-    found = plan(None)
-    assert found.epochs == 0
-    assert found.backbone == LARGE
+def test_without_a_budget_nothing_is_fine_tuned() -> None:
+    assert (plan(None).backbone, plan(None).epochs) == (LARGE, 0)
 
 
 def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
     fixed = replace(SMALL, model="timm:levit_128s")
     assert plan(60, 10**6, [fixed], slowness=100).image_size == 224
     assert plan(600, size=160).image_size == 160
-
-
-def test_reasons_name_the_speed_and_the_time() -> None:
-    reasons = plan(600).reasons
-    assert "100 images/s here" in reasons["model"]
-    assert "in 10 min" in reasons["epochs"]

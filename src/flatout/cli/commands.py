@@ -422,7 +422,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
     from flatout.data.build import build_pack, find
     from flatout.data.pack import PackSettings
-    from flatout.train.dataset_stats import measure_dataset
+    from flatout.train.auto_recipe import measure_dataset
 
     size, recipe = size_of(args.size), _reading(args)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:

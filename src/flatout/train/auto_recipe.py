@@ -1,31 +1,45 @@
 """Generate a recipe from the data, by simple rules that are printed with it.
 
-There are three forms: photos start from published weights, or from weights that the user names; everything else trains
-`fast-cnn`, from random weights or the user's; a model that the user names gets settings that suit most models.
+Photos start from published or the user's weights; everything else trains `fast-cnn`, or the network the user names.
 """
 
 import contextlib
 import json
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatout.config import Recipe, from_dict
-from flatout.config.settings import Size, collapse_size, sides
+import numpy as np
+
+from flatout.config import Recipe, from_dict, with_settings
+from flatout.config.settings import Size, collapse_size, shown, sides
+from flatout.data.decode import ImageBytes, read_headers
+from flatout.data.pack import open_pack
+from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Rate, Speeds
+from flatout.models import hub
 from flatout.models.build import default_shape, usable_size
-from flatout.train.dataset_stats import PHOTO, DatasetStats, of_shape
+from flatout.models.hub import BACKBONES, Backbone
+from flatout.models.weights import read_weights
+from flatout.train.photo_plan import fine_tuning_of, of_shape, plan_photos
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
 
-if TYPE_CHECKING:
-    from flatout.models.hub import Backbone
-
-    Report = Callable[[str], None]
-
+# Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
+SIZES = (32, 64, 96, 128, 160, 224)
+LARGEST_ON_CPU, LARGEST_ON_GPU = 128, 224
+# Colour images with at least this many pixels per side are considered photos.
+PHOTO = 64
+# Images have one shape if the ratios of nine in ten differ from the median by at most this factor. Images within the
+# second factor of a square are squashed to one.
+ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
+# Squashing changes images more than cropping where more than one in ten is longer than this.
+TOO_LONG = 2.0
 # Classes are weighted from this ratio of the largest to the smallest on.
 UNBALANCED = 3.0
 # The widths of fast-cnn, and the default when speed cannot be measured on a CPU.
@@ -56,24 +70,143 @@ CHOSEN_BY_ADVICE = {"model", "image_size", "task", "weights", "pretrained", "lin
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
 
+# Receives sentences for the log.
+Report = Callable[[str], None]
+
+# --- What it depends on -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStats:
+    """What a generated recipe depends on: the data, the device, and the time."""
+
+    size: Size  # of training
+    shape: str  # a sentence about the shape of the images
+    resize: str  # `data.resize`
+    why_resize: str  # the reason; empty if all images have one size
+    channels: int  # 1 for grey, 3 for colour, else the number of bands
+    task: str
+    ratio: float  # width / height; 1 if images differ in shape or are nearly square
+    images: int  # of training
+    every: int  # images of all splits
+    classes: int
+    balance: float  # the ratio of the largest class to the smallest
+    accelerated: bool
+    seconds: float | None  # the time budget
+    ends: float | None  # its end, by time.perf_counter
+    is_size_given: bool = False  # by the user
+
+    @property
+    def side(self) -> int:
+        """The side of a square with as many pixels."""
+        return round(math.sqrt(math.prod(sides(self.size))))
+
+    @property
+    def is_photo(self) -> bool:
+        """Whether the images are considered photos."""
+        return self.channels == 3 and self.side >= PHOTO
+
+    @property
+    def suits_backbones(self) -> bool:
+        """Whether networks pre-trained on photos suit the images: photos, and large grey images."""
+        return self.channels in (1, 3) and self.side >= PHOTO
+
+    @property
+    def left(self) -> float | None:
+        """Remaining seconds of the time budget, or None."""
+        return None if self.ends is None else self.ends - time.perf_counter()
+
+    def of_size(self, image_size: Any) -> "DatasetStats":
+        """Return the statistics with the image size that the user or the weights determine."""
+        return replace(self, size=with_settings({"image_size": image_size}).image_size, is_size_given=True)
+
+    def by_images(self, table: Sequence[tuple[int, int]]) -> int:
+        """Look up a table entry by the number of images."""
+        return next(value for limit, value in table if self.images < limit)
+
+
+def measure_dataset(
+    found: DataSource | ImageDataset, *, accelerated: bool, seconds: float | None = None, began: float | None = None
+) -> DatasetStats:
+    """Measure the data; the image size suits the device. The time budget `began` then, by default now."""
+    largest, is_pack, resize, why = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash", ""
+    if isinstance(found, DataSource) and found.kind == "pack":
+        source = pack = open_pack(found.path, verify=False)
+        is_pack, resize = True, pack.resize
+    else:
+        source = found if isinstance(found, ImageDataset) else found.read()
+    if source.images is not None:
+        height, width, channels = source.images.shape[1:]
+        side, ratio, pixels = max(height, width), width / height, height * width
+        shape = f"the images are {height}x{width}"
+    else:
+        side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
+        shape = f"the median of the images' shorter sides is {side} pixels"
+    is_square = 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE
+    if source.images is not None and (side <= largest or is_pack):
+        height, width = source.images.shape[1:3]
+        size = collapse_size((height, width))
+    elif is_square:
+        # The largest size that does not enlarge most images.
+        size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
+    else:
+        size = of_shape(min(math.sqrt(pixels), largest), ratio)
+    start, stop = source.splits["train"]
+    counts = np.bincount(source.labels[start:stop]) if source.task == "single-label" else np.ones(1)
+    return DatasetStats(
+        size=size,
+        shape=shape,
+        resize=resize,
+        why_resize=why,
+        channels=channels,
+        task=source.task,
+        ratio=1.0 if is_square else ratio,
+        images=stop - start,
+        every=len(source.labels),
+        classes=len(source.classes),
+        balance=float(counts.max() / max(1, counts[counts > 0].min())),
+        accelerated=accelerated,
+        seconds=seconds,
+        ends=None if seconds is None else (time.perf_counter() if began is None else began) + seconds,
+    )
+
+
+def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int, str, str]:
+    headers = read_headers(files)
+    if not headers:
+        raise InputError(f"none of the images sampled can be read, such as {files[0]}; flatout check says why")
+    channels = {header.channels for header in headers}
+    if len(channels) > 1 and channels != {1, 3}:
+        found = " and ".join(map(str, sorted(channels)))
+        raise InputError(f"{files[0]} and others: some images have {found} channels; give all of them as many")
+    side = int(np.median([min(header.width, header.height) for header in headers]))
+    ratios = np.array([header.width / header.height for header in headers])
+    usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)
+    pixels = float(np.median([header.width * header.height for header in headers]))
+    ratio, resize = 1.0, "squash"
+    if np.mean(np.abs(np.log(ratios / usual)) <= math.log(ONE_SHAPE)) >= 0.9:
+        shape = "are square" if f"{usual:.2f}" == "1.00" else f"have one shape, {usual:.2f} times as wide as high"
+        ratio, why = usual, f"nearly all images {shape}"
+    elif np.mean(lengths > TOO_LONG) > 0.1:
+        resize, why = "crop", f"more than one in ten images is longer than {TOO_LONG:g}:1; squashing would distort them"
+    else:
+        why = f"shapes differ, but nine in ten images are not longer than {TOO_LONG:g}:1; all of each image is kept"
+    return side, pixels, ratio, max(channels), resize, why
+
+
+# --- The recipe -------------------------------------------------------------------------------------------------------
+
 
 def generate_recipe(
     facts: DatasetStats,
     path: str,
     changes: Mapping[str, Any],
     speeds: Speeds | None = None,
-    report: "Report | None" = lambda sentence: None,
+    report: Report | None = lambda sentence: None,
 ) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
-    Args:
-        changes: the keys set by the user, which determine the form of the recipe.
-        speeds: measures on the devices of the run; None if they are not available.
-        report: receives messages about weights that were downloaded or are unavailable. If None, published weights are
-            neither searched for nor downloaded, but assumed to exist.
-
-    Raises:
-        InputError: the user's weights cannot be read.
+    `changes` are the keys set by the user. Without `report`, published weights are assumed to exist, not looked for.
     """
     if "image_size" in changes:
         facts = facts.of_size(changes["image_size"])
@@ -104,7 +237,9 @@ def generate_recipe(
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
     recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
-    about = {"image_size": facts.why_size(recipe["image_size"]) + reasons.pop("image_size", "")}
+    colour = {1: "grey", 3: "colour"}.get(facts.channels, f"{facts.channels} channels")
+    why_size = f"image_size = {shown(recipe['image_size'])}, {colour}: {facts.shape}"
+    about = {"image_size": why_size + reasons.pop("image_size", "")}
     if facts.why_resize:
         about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
     reasons = about | reasons
@@ -124,6 +259,8 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
     augment: dict[str, Any] = {"flip": facts.channels == 3}
     pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
     augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
+    optimizer = {"name": "momentum", "lr": 1.0, "lr_base_batch": 256, "momentum": 0.85, "nesterov": True}
+    optimizer["weight_decay"] = 0.0013
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -133,14 +270,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         "keep": "last",
         # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST and more on photos.
         "tta": facts.side < PHOTO,
-        "optimizer": {
-            "name": "momentum",
-            "lr": 1.0,
-            "lr_base_batch": 256,
-            "momentum": 0.85,
-            "nesterov": True,
-            "weight_decay": 0.0013,
-        },
+        "optimizer": optimizer,
         "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
         "augment": augment,
     }
@@ -187,7 +317,6 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
 
 
 def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size, int, int]]:
-    """Return image sizes and widths of fast-cnn, the fastest first, and the epochs that each needs."""
     least = next(width for classes, width in MIN_WIDTHS if facts.classes <= classes)
     widths = (int(model.rpartition("-")[2]),) if model else WIDTHS
     few = [(width, enough // FEWER if width <= least else enough) for width in widths]
@@ -228,11 +357,8 @@ def _any_model(facts: DatasetStats, model: str) -> Advice:
 
 
 def _from_named(
-    facts: DatasetStats, model: str, speeds: Speeds | None, report: "Report | None", is_required: bool
+    facts: DatasetStats, model: str, speeds: Speeds | None, report: Report | None, is_required: bool
 ) -> Advice:
-    """Return a recipe for a network that the user names, from published weights if available."""
-    from flatout.models import hub
-
     try:
         if report:
             hub.find_weights(model, report=report)
@@ -246,11 +372,8 @@ def _from_named(
         return _any_model(facts, model)
 
 
-def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: "Report | None", is_required: bool) -> Advice:
+def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: Report | None, is_required: bool) -> Advice:
     """Return a recipe from published weights, or from random ones if those are unavailable and not required."""
-    from flatout.models import hub
-    from flatout.models.hub import BACKBONES, installed_backbones
-
     online = [backbone for backbone in BACKBONES if not backbone.package]
     if not report:
         return _fitted_head(facts, online, speeds)
@@ -261,7 +384,7 @@ def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: "Report |
 
         problem = answer.result()
 
-    def fitted(choices: "Sequence[Backbone]") -> Advice:
+    def fitted(choices: Sequence[Backbone]) -> Advice:
         recipe, reasons = _fitted_head(facts, choices, speeds)
         hub.find_weights(recipe["model"], report=report)
         return recipe, reasons
@@ -271,7 +394,7 @@ def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: "Report |
             return fitted(online)
     except WeightsUnavailable as error:
         problem = error.problem
-    choices = [*(backbone for backbone in online if hub.is_cached(backbone.model)), *installed_backbones()]
+    choices = [*(backbone for backbone in online if hub.is_cached(backbone.model)), *hub.installed_backbones()]
     if choices:
         report(f"{problem}: using weights that are on this machine")
         return fitted(choices)
@@ -282,15 +405,12 @@ def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: "Report |
     return _fast_cnn(facts, "", speeds and speeds.training)
 
 
-def _backbone_named(model: str) -> "Backbone":
-    """Return a timm network that the user names, with the normalisation of its published weights."""
+def _backbone_named(model: str) -> Backbone:
     import timm
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flatout.models.hub import Backbone, backbone_named
-
-    if known := backbone_named(model):
+    if known := hub.backbone_named(model):
         return replace(known, model=model)
     name = model.removeprefix("timm:")
     config, operations, parameters = timm.get_pretrained_cfg(name), USUAL_OPERATIONS, 0
@@ -301,33 +421,26 @@ def _backbone_named(model: str) -> "Backbone":
         with FlopCounterMode(display=False) as counter:
             network(torch.empty(1, channels, *sides(size)))
         operations = counter.get_total_flops() // 2 or USUAL_OPERATIONS
-    normalisation: Any = {} if config is None else {"mean": tuple(config.mean), "std": tuple(config.std)}
-    return Backbone(
-        model=model,
-        parameters=parameters,
-        operations=operations,
-        top1=0.0,
-        image_size=max(sides(size)),
-        **normalisation,
-    )
+    about: Any = {"parameters": parameters, "operations": operations, "top1": 0.0, "image_size": max(sides(size))}
+    if config is not None:
+        about |= {"mean": tuple(config.mean), "std": tuple(config.std)}
+    return Backbone(model=model, **about)
 
 
 def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds | None) -> Advice:
     """Return a recipe from the user's weights; those of a run contain their model and normalisation."""
     from flatout.models.convert.readers import find_file
-    from flatout.models.weights import read_weights
 
     path = find_file(weights)
     about = read_weights(path)[1] if path.suffix == ".safetensors" else {}
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
-    of_run = facts.of_size(json.loads(about["image_size"])) if "image_size" in about else facts
-    if facts.is_size_given:
-        of_run = facts
+    is_known = "image_size" in about and not facts.is_size_given
+    of_run = facts.of_size(json.loads(about["image_size"])) if is_known else facts
     if name.startswith("timm:"):
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
-        if of_run is not facts:
+        if is_known:
             recipe["image_size"] = usable_size(name, of_run.size, channels=facts.channels)
             reasons["image_size"] = "; as the weights are"
     elif name.startswith("fast-cnn"):
@@ -344,16 +457,13 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
 
 
 def _fitted_head(
-    facts: DatasetStats, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = ""
+    facts: DatasetStats, backbones: Sequence[Backbone], speeds: Speeds | None, *, weights: str = ""
 ) -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes it if time permits."""
-    from flatout.train.photo_plan import fine_tuning_of, plan_photos
-
     channels = 3 if facts.channels == 1 else facts.channels
     start = {"weights": weights} if weights else {"pretrained": True}
 
-    def normalisation(backbone: "Backbone") -> dict[str, Any]:
-        """Return mean and standard deviation, if the network defines them for that number of channels."""
+    def normalisation(backbone: Backbone) -> dict[str, Any]:
         return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
 
     def rate(model: str, image_size: Size) -> float:
@@ -384,7 +494,6 @@ def _fitted_head(
 
 
 def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
-    """Return a recipe that fits the head, then trains layers with a low learning rate."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
     batch = facts.by_images(FINE_TUNING_BATCHES)
     recipe: dict[str, Any] = {

@@ -7,25 +7,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.data.batches import epoch_batches, steps_per_epoch
+from flatout.data.batches import Split, epoch_batches, steps_per_epoch
+from flatout.distributed.world import World
 from flatout.engine.augment import tta_views
+from flatout.engine.base import DeviceDataset, Engine
+from flatout.engine.torch.accelerator import BF16_WORTH
 from flatout.inference.calibration import TRAINING_IMAGES
 from flatout.train.photo_plan import MAX_FINE_TUNING
+from flatout.train.progress import Progress
+from flatout.train.request import TrainContext
 from flatout.train.run_dir import write_recipe
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from flatout.data.batches import Split
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
-    from flatout.train.progress import Progress
-    from flatout.train.request import TrainContext
 
 # Seconds for weights, predictions, pictures, the report and the end of the processes, without the last evaluation.
 REPORT_SECONDS = 10.0
@@ -47,20 +44,15 @@ PRECISION_BATCHES, PRECISION_SECONDS, PRECISION_ROUNDS = 4, 0.25, 3
 
 @dataclass(kw_only=True)
 class Rates:
-    """Seconds of a training step, of one evaluation of all held-out images, and of those evaluated during training."""
+    """Measured seconds."""
 
-    step: float
-    evaluate: float
-    watch: float
+    step: float  # of training
+    evaluate: float  # of one evaluation of all held-out images
+    watch: float  # of an evaluation of those evaluated during training
 
 
 class Budget:
-    """The time budget of a run, from the user's command to its report.
-
-    Args:
-        seconds: the whole budget.
-        began: the time of the command, by time.perf_counter.
-    """
+    """The time budget of a run, from the user's command, at `began` by time.perf_counter, to its report."""
 
     def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
         self._seconds, self._rates = seconds, rates
@@ -73,11 +65,7 @@ class Budget:
         self._first_done: int | None = None
 
     def plan(self, recipe: Recipe, done: int) -> tuple[Recipe, str]:
-        """Return the recipe with as many steps as fit, and a warning about a late end, or "".
-
-        Raises:
-            InputError: not even one epoch fits.
-        """
+        """Return the recipe with as many steps as fit, and a warning about a late end, or ""."""
         total, late = self._total(done), ""
         if total < self._steps:
             epoch = (self._steps - done) * self._each()
@@ -96,7 +84,7 @@ class Budget:
         return self._total(0) >= 0.8 * self._steps
 
     def is_due(self) -> bool:
-        """Whether to replan; for the main process."""
+        """Whether to replan."""
         return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds
 
     def replan(self, recipe: Recipe, done: int) -> Recipe:
@@ -133,11 +121,10 @@ class Budget:
         return recipe.override({**length, "schedule.corrections": corrections})
 
 
-def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainContext, Budget | None]":
+def plan_minutes(context: TrainContext, progress: Progress) -> tuple[TrainContext, Budget | None]:
     """With a time budget, choose the number of steps from the measured time of some.
 
-    If there is no time for an epoch, the fitted head is the result: no budget is returned, and the context has no
-    epochs and no datasets.
+    If there is no time for an epoch, the fitted head is the result: the context has no epochs, and there is no budget.
     """
     recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
     seconds = context.options.seconds
@@ -165,19 +152,16 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
     return with_length(context, planned), budget
 
 
-def with_length(context: "TrainContext", recipe: Recipe) -> "TrainContext":
-    """Return the context with the main process's `recipe` of another length, and write it into the run folder.
-
-    All ranks call this.
-    """
+def with_length(context: TrainContext, recipe: Recipe) -> TrainContext:
+    """Return the context with the main process's `recipe` of another length, and write it. All ranks call this."""
     recipe = context.world.broadcast_object(recipe)
     if recipe != context.recipe and context.world.is_main:
         write_recipe(context.run_dir, recipe)
     return replace(context, recipe=recipe)
 
 
-def _measure(context: "TrainContext", seconds: float) -> Rates:
-    """Take real steps for some seconds and evaluate once, then restore the engine; all ranks call this."""
+def _measure(context: TrainContext, seconds: float) -> Rates:
+    """Take real steps and evaluate once, then restore the engine. All ranks call this."""
     engine, datasets, recipe, stage = context.engine, context.datasets, context.recipe, context.stage
     before = engine.snapshot()
     each = seconds_per_step(engine, datasets["train"], recipe, context.world, seconds)
@@ -187,7 +171,7 @@ def _measure(context: "TrainContext", seconds: float) -> Rates:
         name, began = "valid" if "valid" in held_out else "test", time.perf_counter()
         # Behind a fitted head, each evaluation averages over views, not only the last.
         held_out[name].evaluate(tta=recipe.tta and stage is not None)
-        watched = _longest(context.world, time.perf_counter() - began)
+        watched = max(context.world.all_gather_object(time.perf_counter() - began))
         views = len(tta_views(recipe)) if recipe.tta else 1
         images = sum(len(s.samples) for s in held_out.values()) * views
         # Some training images are evaluated, too.
@@ -202,21 +186,17 @@ def _measure(context: "TrainContext", seconds: float) -> Rates:
 
 
 def seconds_per_step(
-    engine: "Engine",
-    train: "DeviceDataset",
+    engine: Engine,
+    train: DeviceDataset,
     recipe: Recipe,
-    world: "World",
+    world: World,
     seconds: float,
     *,
     first_steps: int = FIRST_STEPS,
 ) -> float:
-    """Take real steps for about `seconds`, and return the time of one on the slowest rank.
-
-    If the first steps take longer, no others are taken.
-    """
+    """Take steps of a learning rate close to 0 for about `seconds`, and return the time of one on the slowest rank."""
 
     def steps(count: int) -> float:
-        """Return the mean seconds of `count` steps, at a learning rate close to 0."""
         train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:
@@ -228,25 +208,16 @@ def seconds_per_step(
                 if number == count:
                     break
         engine.counts()
-        return _longest(world, (time.perf_counter() - began) / number)
+        return max(world.all_gather_object((time.perf_counter() - began) / number))
 
     each = steps(first_steps)
     return steps(max(1, round(seconds / each))) if first_steps * each < seconds else each
 
 
-def _longest(world: "World", seconds: float) -> float:
-    return max(world.all_gather_object(seconds))
-
-
 def fastest_precision(
-    make: "Callable[[Recipe], Engine]", samples: "Split", recipe: Recipe, world: "World", formats: Sequence[str]
+    make: Callable[[Recipe], Engine], samples: Split, recipe: Recipe, world: World, formats: Sequence[str]
 ) -> tuple[str, str]:
-    """Return the fastest number format, and an explanation; all ranks call this.
-
-    `formats` are those of the device, the default first; bf16 is one of them. A few training `samples` are used.
-    """
-    from flatout.engine.torch.accelerator import BF16_WORTH
-
+    """Return the faster of the first format, the device's default, and bf16, and why. All ranks call this."""
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
     first_batches = islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)
     few = samples.at(np.sort(np.concatenate([batch.samples for batch in first_batches])[:count]))

@@ -1,5 +1,6 @@
 """The user's code in a run: callbacks, experiment trackers, and functions of losses, images and metrics."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flatout.config import Recipe
 from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
@@ -20,35 +23,26 @@ from flatout.utils.files import write_atomically
 from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, read_summary
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flatout.train.progress import Progress
     from flatout.train.request import TrainContext
 
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb")
+Function = Callable[..., Any]
 
 # --- Callbacks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Information about a run before its first step.
+    """Information about a run before its first step."""
 
-    Attributes:
-        path: the run folder.
-        classes: class names, in the order of the outputs.
-        devices: the devices of all processes as a SPEC, such as `2xcpu`.
-        parameters: the number of model parameters.
-        epoch: finished epochs: 0, or more if a run continues from a checkpoint.
-    """
-
-    path: Path
+    path: Path  # the run folder
     recipe: Recipe
-    classes: tuple[str, ...]
-    devices: str
-    parameters: int
-    epoch: int
+    classes: tuple[str, ...]  # their names, in the order of the outputs
+    devices: str  # of all processes, as a SPEC such as `2xcpu`
+    parameters: int  # their number in the model
+    epoch: int  # finished epochs: 0, or more if a run continues from a checkpoint
 
 
 class Callback:
@@ -82,13 +76,7 @@ METHODS = ("on_start", "on_epoch_end", "on_end")
 
 
 class CallbackRunner:
-    """The callbacks of a run. Every process has a runner and calls its methods; without callbacks they do nothing.
-
-    The constructor calls `on_start`.
-
-    Raises:
-        CallbackFailed: a callback raised an exception; raised on every process.
-    """
+    """Calls the callbacks of a run on rank 0, `on_start` at once; all ranks raise what they raise."""
 
     def __init__(self, context: "TrainContext", progress: "Progress") -> None:
         self._context, self._callbacks, self._world = context, context.options.callbacks, context.world
@@ -100,22 +88,21 @@ class CallbackRunner:
             parameters=context.parameters,
             epoch=progress.epoch,
         )
-        self._call("on_start", lambda: (info,))
+        self._call("on_start", info)
 
     def epoch(self, line: dict[str, Any]) -> str:
         """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
-        metrics = {key: value for key, value in line.items() if key != "epoch"}
-        return self._call("on_epoch_end", lambda: (line["epoch"], dict(metrics)))
+        return self._call("on_epoch_end", line["epoch"], {key: line[key] for key in line if key != "epoch"})
 
     def end(self, failure: Exception | None) -> Exception | None:
         """Call `on_end`; return `failure`, or a callback's failure."""
         try:
-            self._call("on_end", lambda: (read_summary(self._context.run_dir, {}),))
+            self._call("on_end", read_summary(self._context.run_dir, {}))
         except CallbackFailed as error:
             return failure or error
         return failure
 
-    def _call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> str:
+    def _call(self, method: str, *arguments: object) -> str:
         if not self._callbacks:
             return ""
         outcome = self._world.broadcast_object(self._call_each(method, arguments) if self._world.is_main else "")
@@ -123,13 +110,13 @@ class CallbackRunner:
             raise outcome
         return outcome
 
-    def _call_each(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> str | CallbackFailed:
+    def _call_each(self, method: str, arguments: tuple[object, ...]) -> str | CallbackFailed:
         ended = ""
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
                 # Each callback gets a copy, which it may change.
-                if getattr(callback, method)(*arguments()) is True:
+                if getattr(callback, method)(*copy.deepcopy(arguments)) is True:
                     ended = f"{name} ended training"
             except Exception as error:
                 if launched() is not None:
@@ -144,20 +131,14 @@ class CallbackRunner:
         return ended
 
 
-def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    """Return the callbacks for a `Callback`, the name of a tracker, or several of these.
-
-    Raises:
-        InputError: one is neither, or has an unknown `on_...` method; a tracker's package is not installed.
-    """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        given = [given]
+def callbacks_of(given: Callback | str | Iterable[Callback | str]) -> tuple[Callback, ...]:
+    """Return the callbacks for a `Callback`, the name of a tracker, or several of these."""
     found = list[Callback]()
-    for one in given:
+    for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str) and one not in TRACKERS:
             raise InputError(f"callbacks: {one!r} is not a tracker; {nearest(one, TRACKERS)}")
         callback = (TensorBoard() if one == "tensorboard" else WandB()) if isinstance(one, str) else one
-        name = one.__name__ if isinstance(one, type) else type(one).__name__
+        name = getattr(callback, "__name__", type(callback).__name__)
         if not isinstance(callback, Callback):
             raise InputError(
                 f"callbacks: {name} is not an object of a class derived from flatout.Callback; write {name}() for a "
@@ -174,11 +155,7 @@ def callbacks_of(given: Any) -> tuple[Callback, ...]:
 
 
 class _Tracker(Callback):
-    """Base class of trackers: they get the recipe, the metrics of every epoch, the summary and the pictures.
-
-    Raises:
-        InputError: the package is not installed.
-    """
+    """Base class of trackers, each in a package of its own."""
 
     package = ""
     _run: RunInfo
@@ -190,7 +167,6 @@ class _Tracker(Callback):
             )
 
     def _settings(self) -> dict[str, Any]:
-        """Return the recipe by dotted keys, and other settings of a run."""
         run = self._run
         keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
         return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
@@ -222,7 +198,6 @@ class TensorBoard(_Tracker):
         self.folder = folder
 
     def on_start(self, run: RunInfo) -> None:
-        """Open the event file, and write the recipe."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
@@ -233,14 +208,11 @@ class TensorBoard(_Tracker):
         self._writer.add_text("recipe", "\n".join(lines), run.epoch)
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
-        """Write a scalar for each figure."""
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, epoch)
         self._writer.flush()
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        """Write test metrics and pictures, and close the file."""
-        import numpy as np
         from PIL import Image
 
         epoch = summary.get("epochs_trained", 0)
@@ -272,7 +244,6 @@ class WandB(_Tracker):
         self.name, self.options = name, options
 
     def on_start(self, run: RunInfo) -> None:
-        """Start a run in the tracker, or continue that of a resumed run."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = run
@@ -284,13 +255,11 @@ class WandB(_Tracker):
         write_atomically(ids, (json.dumps({self.package: self._opened.id}) + "\n").encode())
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
-        """Log the figures."""
         # The library counts steps itself.
         figures = {key: value for key, value in _numbers(metrics).items() if key != "step"}
         self._opened.log({"epoch": epoch, **figures}, step=epoch)
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        """Log the summary and the pictures, and end the run."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._opened.log({name: wandb.Image(str(path)) for name, path in self._pictures().items()})
@@ -304,108 +273,40 @@ class WandB(_Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class UserFunctions:
-    """The functions that a caller of `fit` passes.
+    """The functions that a caller of `fit` passes; see there."""
 
-    Attributes:
-        loss: a function of logits [B, K] and targets that returns a loss for each image, [B]; None for the recipe's.
-        transforms: functions of one augmented image, float32 [C, H, W] in 0..1; each returns such an image.
-        batch_transforms: functions of augmented and normalised images, float32 [B, C, H, W]; each returns such images.
-        metrics: pairs of a name and a function of labels and predictions, as in scikit-learn.
-    """
-
-    loss: Callable[..., Any] | None = None
-    transforms: tuple[Callable[..., Any], ...] = ()
-    batch_transforms: tuple[Callable[..., Any], ...] = ()
-    metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    loss: Function | None = None
+    batch_transforms: tuple[Function, ...] = ()
+    metrics: tuple[tuple[str, Function], ...] = ()
 
     @property
-    def in_training(self) -> list[str]:
-        """The arguments of `fit` that change training itself."""
-        given = {"loss": self.loss, "transform": self.transforms, "batch_transforms": self.batch_transforms}
-        return [name for name, value in given.items() if value]
+    def in_training(self) -> dict[str, Any]:
+        """Those that change training itself, by the argument of `fit` and of the torch engine."""
+        given = {"loss": self.loss, "batch_transforms": self.batch_transforms}
+        return {name: value for name, value in given.items() if value}
 
     def check(self, recipe: Recipe, engine: str) -> None:
-        """Raise InputError if the engine or the recipe cannot use them. Metrics are always possible."""
+        """Refuse functions that the engine or the recipe cannot use."""
         if self.in_training and (engine == "xla" or recipe.shard == "full"):
             raise InputError(
-                f"{self.in_training[0]}: a function of your own can be neither compiled by the XLA engine nor sharded; "
-                "use engine='torch' and shard='none'"
+                f"{next(iter(self.in_training))}: a function of your own can be neither compiled by the XLA engine nor "
+                "sharded; use engine='torch' and shard='none'"
             )
 
-    def for_engine(self, recipe: Recipe) -> dict[str, Any]:
-        """Return arguments of the torch engine; empty without functions."""
-        per_image = (PerImage(self.transforms, recipe),) if self.transforms else ()
-        transforms = (*per_image, *self.batch_transforms)
-        return {"loss": self.loss, "batch_transforms": transforms} if self.in_training else {}
 
-
-class PerImage:
-    """Applies transforms of single images, float32 [C, H, W] in 0..1, to a batch of normalised images."""
-
-    def __init__(self, transforms: tuple[Callable[..., Any], ...], recipe: Recipe) -> None:
-        self._transforms, self._data = transforms, recipe.data
-
-    def __call__(self, images_BCHW: "Tensor") -> "Tensor":
-        """Return changed images, [B, C, H, W].
-
-        Raises:
-            InputError: a transform failed, or returned something else.
-        """
-        import torch
-
-        mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (self._data.mean, self._data.std))
-        # Mixing and erasing stay in 0..1, but rounding may exceed it.
-        images = (images_BCHW * std + mean).clamp(0, 1)
-        return (torch.stack([self._changed(image) for image in images]) - mean) / std
-
-    def _changed(self, image_CHW: "Tensor") -> "Tensor":
-        def described(value: Any) -> str:
-            return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
-
-        wanted = described(image_CHW)
-        takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"
-        for transform in self._transforms:
-            name = getattr(transform, "__name__", type(transform).__name__)
-            try:
-                image_CHW = transform(image_CHW)
-            except Exception as error:  # users' functions may raise anything
-                raise InputError(f"transform: {name} raised {type(error).__name__}: {error}; {takes}") from error
-            if (found := described(image_CHW)) != wanted:
-                raise InputError(f"transform: {name} returned {found}; {takes}")
-        return image_CHW
-
-
-def user_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:
-    """Validate and return the functions passed to `fit`.
-
-    Raises:
-        InputError: one is not a function, or a metric has no name or a built-in one's.
-    """
-
-    given = {"transform": transform, "batch_transforms": batch_transforms}
-    found = {name: (value,) if callable(value) else tuple(value or ()) for name, value in given.items()}
-    for argument, functions in found.items():
-        for function in functions:
-            if not callable(function):
-                raise InputError(f"{argument}: {function!r} is not a function of images")
-    return UserFunctions(
-        loss=loss,
-        transforms=found["transform"],
-        batch_transforms=found["batch_transforms"],
-        metrics=_named(metrics),
-    )
-
-
-def _named(metrics: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
-    given = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
-    by_name: Mapping[str, Any] = (
-        given if isinstance(given, Mapping) else {getattr(m, "__name__", str(m)): m for m in given}
-    )
+def user_functions(loss: Function | None, batch_transforms: Any, metrics: Any) -> UserFunctions:
+    """Check and return the functions passed to `fit`."""
+    transforms = (batch_transforms,) if callable(batch_transforms) else tuple(batch_transforms or ())
+    for function in transforms:
+        if not callable(function):
+            raise InputError(f"batch_transforms: {function!r} is not a function of images")
+    several = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
+    named = several if isinstance(several, Mapping) else {getattr(m, "__name__", str(m)): m for m in several}
     known = sorted({name for task in TASKS.values() for name in task.metric_names})
-    for name, function in by_name.items():
+    for name, function in named.items():
         if not (callable(function) and str(name).isidentifier() and name not in (*known, "loss", "count")):
             raise InputError(
                 f"metrics: {name!r} is not a function of labels and answers with a name of its own; give a "
                 f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'
             )
-    return tuple(by_name.items())
+    return UserFunctions(loss=loss, batch_transforms=transforms, metrics=tuple(named.items()))

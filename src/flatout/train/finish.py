@@ -22,6 +22,7 @@ from flatout.inference.calibration import Calibration, FeatureStats, feature_sam
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
 from flatout.models.weights import save_tensors
+from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
 from flatout.train.progress import Progress
@@ -32,11 +33,7 @@ from flatout.utils.host import installed, peak_rss_bytes
 
 
 def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
-    """Evaluate and write weights, summary, predictions, pictures and report. All ranks call this; the main one writes.
-
-    Returns:
-        `ended`, or the signal that ended the evaluation.
-    """
+    """Evaluate and write the run; return `ended`, or the signal that ended the evaluation. All ranks call this."""
     if progress.best:
         context.engine.restore(progress.best)
     evaluations, known = dict[str, Evaluation](), None
@@ -57,18 +54,14 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     state = context.engine.state()
     peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
     device = [peak for _, peak in peaks if peak is not None]
-    memory = {
-        "peak_rss_bytes": sum(peak for peak, _ in peaks),
-        "peak_device_bytes": max(device) if device else None,
-    }
+    memory = {"peak_rss_bytes": sum(peak for peak, _ in peaks), "peak_device_bytes": max(device) if device else None}
     # No process ends before the run is complete.
     context.world.from_main(lambda: _write(context, progress, evaluations, known, ended, state, memory))
     return ended
 
 
 def _shown_split(context: TrainContext) -> str | None:
-    """Return the split whose predictions are saved and shown; None without held-out images."""
-    # A fold saves the predictions for its held-out images.
+    """Return the split whose predictions are saved and shown: a fold's held-out images, else the test images."""
     wanted = ("valid", "test") if context.recipe.data.fold else ("test", "valid")
     return next((name for name in wanted if name in context.splits), None)
 
@@ -103,7 +96,6 @@ def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, 
 
 
 def _known_features(context: TrainContext) -> FeatureStats | None:
-    """Return the distribution of training features, identical on all ranks."""
     train = context.datasets["train"]
     some = feature_samples(train.samples, len(context.pack.classes))
     placed = train if len(some) == len(train.samples) else context.engine.place(some)
@@ -157,18 +149,12 @@ def _write(
             more=more,
         )
         scores = scores_of(shown, kept, classes, found)
-    summary = _summary(context, progress, evaluations, ended) | memory | scores
-    _write_report(context, summary, progress)
-
-
-def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
-    from flatout.report.page import draw_all
-
+    summary: dict[str, Any] = _summary(context, progress, evaluations, ended) | memory | scores
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
     if context.options.report:
-        draw_all(context.run_dir)
+        page.draw_all(context.run_dir)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
     summary["wall_seconds"] = context.log.wall_seconds(progress)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
@@ -208,7 +194,6 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, fou
 
 
 def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> dict[str, Any]:
-    """Return the content of summary.json; `results` include thresholds and temperature."""
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
     record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
 from flatout.distributed.environment import launched
+from flatout.engine.devices import engine_for, parse_devices
+from flatout.engine.factory import speeds_on
 from flatout.inference.run import Ensemble, Run, load
+from flatout.models.build import copied
 from flatout.train import run_dir
 from flatout.train.callbacks import Callback, callbacks_of, user_functions
+from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
@@ -38,7 +42,6 @@ def fit(
     minutes: float | None = None,
     callbacks: Callback | str | Sequence[Callback | str] = (),
     metrics: Any = (),
-    transform: Any = (),
     batch_transforms: Any = (),
     quiet: bool = False,
     **changes: Any,
@@ -71,9 +74,6 @@ def fit(
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`.
         metrics: functions of labels and predictions, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict
             by name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
-        transform: a function of one training image, float32 [C, H, W] in 0..1, augmented, on the device; or several.
-            Each is called in every epoch and returns a changed image; validation and test images are not changed. Torch
-            engine only.
         batch_transforms: functions of training images, float32 [B, C, H, W], augmented and normalised, on the device;
             each returns changed images. Torch engine only.
         quiet: print nothing.
@@ -88,11 +88,7 @@ def fit(
     """
     began = time.perf_counter()
     # These import torch, which takes seconds.
-    from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.factory import speeds_on
-    from flatout.models.build import copied
     from flatout.models.keras import KerasModule, is_keras
-    from flatout.train.recipes import resolve
     from flatout.train.run import train
 
     process = launched()
@@ -100,7 +96,7 @@ def fit(
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     loss = changes.get("loss")
     own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
-    functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
+    functions, flat = user_functions(own_loss, batch_transforms, metrics), recipe_changes(changes)
     data, module = join_data(data, labels, validation_data), None
     if isinstance(model, str):
         flat["model"] = model
@@ -126,7 +122,7 @@ def fit(
         callbacks=callbacks_of(callbacks),
         functions=functions,
     )
-    reasons: list[str] = []
+    reasons = list[str]()
     try:
         run_dir.check(options)
         recipe, found = resolve(
@@ -141,9 +137,8 @@ def fit(
             explain=reasons.append,
         )
         functions.check(recipe, engine)
-        reasons += [
-            f"{name} is a function given in Python: recipe.toml does not contain it" for name in functions.in_training
-        ]
+        for name in functions.in_training:
+            reasons.append(f"{name} is a function given in Python: recipe.toml does not contain it")
         options = dataclasses.replace(options, notes=tuple(reasons))
         folder = train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
     except Stopped:
@@ -157,11 +152,7 @@ def fit(
 
 
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the keyword arguments of `fit` to dotted recipe keys.
-
-    A section is a `flatout.Optimizer` or the like, a dict, or its name (`optimizer="adam"`). The last part of a dotted
-    key is enough if it is unique: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
-    """
+    """Convert the keyword arguments of `fit` to dotted recipe keys; a unique last part, such as `lr`, is enough."""
     changes: dict[str, Any] = {}
     for key, value in arguments.items():
         if key == "augment" and value is None:
@@ -175,8 +166,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif key in ("optimizer", "schedule", "augment") and not isinstance(value, str):
             raise InputError(
                 f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as '
-                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into transform= or "
-                "batch_transforms="
+                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into batch_transforms="
             )
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}

@@ -17,6 +17,7 @@ from flatout.data.splits import folds_of
 from flatout.engine.base import Evaluation
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
+from flatout.report import page
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import run_dir as folders
 from flatout.train.finish import about_run
@@ -33,15 +34,10 @@ _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "im
 def cross_validate(
     request: TrainRequest, pack: Pack, console: Console, train_run: Callable[[TrainRequest], Path]
 ) -> Path:
-    """Train a run for each fold of `recipe.data.folds`, and return the folder of all.
+    """Train a run for each fold of `recipe.data.folds`, and return the folder of all, which is claimed.
 
-    Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
-    own, which is not used to choose an epoch, thresholds or a learning rate. Finished folds are kept.
-
-    The run folder of the request is claimed, and its devices are chosen.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: see `run.train`; an error of a fold begins with its number.
+    Every fold is a run in `fold-N`: trained on the other folds and validated on its own, which is not used to choose an
+    epoch, thresholds or a learning rate. Finished folds are kept.
     """
     recipe, options, folder = request.recipe, request.options, request.run_dir
     assert folder is not None
@@ -58,16 +54,15 @@ def cross_validate(
     write_atomically(folder / run_files.DEVICES, options.devices.encode())
     began = time.perf_counter()
     for fold in range(1, recipe.data.folds + 1):
-        _train_fold(fold, request, console, train_run)
-    _finish(request, pack, pool, console, time.perf_counter() - began)
+        _train_fold(fold, folder, request, console, train_run)
+    _finish(folder, request, pack, pool, console, time.perf_counter() - began)
     return folder
 
 
-def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]) -> None:
-    """Train a fold, unless it was trained to the end of its recipe."""
-    recipe, folder = request.recipe, request.run_dir
-    assert folder is not None
-    out = folder / run_files.FOLD.format(fold)
+def _train_fold(
+    fold: int, folder: Path, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]
+) -> None:
+    recipe, out = request.recipe, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
     is_whole = bool(summary) and (summary.get("epochs"), summary.get("stopped")) == (recipe.epochs, None)
     if is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps:
@@ -79,11 +74,9 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
         recipe = recipe.override({"precision": load_recipe(first).precision})
     is_begun = (out / run_files.RECIPE).is_file()
     options = replace(request.options, out=out, resume=is_begun, overwrite=False, began=time.perf_counter())
-    of_fold = TrainRequest(
-        recipe=recipe.override({"data.fold": fold}), data=request.data, options=options, module=request.module
-    )
+    recipe = recipe.override({"data.fold": fold})
     try:
-        train_run(of_fold)
+        train_run(TrainRequest(recipe=recipe, data=request.data, options=options, module=request.module))
     except (InputError, TrainingFailed) as error:
         error.args = (f"fold {fold}: {error}", *error.args[1:])
         raise
@@ -91,12 +84,10 @@ def _train_fold(fold: int, request: TrainRequest, console: Console, train_run: C
         console.close()  # the next fold has its own log
 
 
-def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float) -> None:
-    """Write predictions, summary and report of all folds; `pool` has the rows of their images."""
-    from flatout.report.page import draw_all
-
-    recipe, folder = request.recipe, request.run_dir
-    assert folder is not None
+def _finish(
+    folder: Path, request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float
+) -> None:
+    recipe = request.recipe
     numbers = range(1, recipe.data.folds + 1)
     names = [run_files.FOLD.format(number) for number in numbers]
     summaries = [run_files.read_summary(folder / name, {}) for name in names]
@@ -133,7 +124,7 @@ def _finish(request: TrainRequest, pack: Pack, pool: np.ndarray, console: Consol
     summary = _summary(request, log, pack, summaries) | joint | scores_of("valid", held_out, pack.classes, None)
     run_files.write_json(folder / run_files.SUMMARY, summary)
     if request.options.report:
-        draw_all(folder)
+        page.draw_all(folder)
     name = task.metric_names[0]
     mean, std = (summary[key][f"valid_{name}"] for key in ("mean", "std"))
     console.note(f"{len(names)} folds: {name.replace('_', ' ')} {mean:.4f} ± {std:.4f} on the held-out images")
@@ -154,7 +145,6 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of `summary.json` other than joint metrics; `folds` are the folds' summaries."""
     recipe, options = request.recipe, request.options
     names = ("loss", *task_of(recipe).metric_names, "count")
     metrics = [key for split in ("valid", "test") for key in (f"{split}_{name}" for name in names)]
@@ -173,12 +163,8 @@ def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[st
         # The time of earlier commands is unknown.
         "wall_seconds": None if options.resume else time.perf_counter() - options.began,
         "folds": [
-            {
-                "fold": number,
-                "folder": run_files.FOLD.format(number),
-                **{key: fold[key] for key in (*_FIGURES, *metrics)},
-            }
-            for number, fold in enumerate(folds, start=1)
+            {"fold": i, "folder": run_files.FOLD.format(i), **{key: fold[key] for key in (*_FIGURES, *metrics)}}
+            for i, fold in enumerate(folds, start=1)
         ],
         "mean": {key: statistics.fmean(fold[key] for fold in folds) for key in spread},
         "std": {key: statistics.stdev(fold[key] for fold in folds) for key in spread},

@@ -1,29 +1,27 @@
-"""The first stage of a run from published weights: features of all images, and a head fitted to them.
+"""The first stage of a run from published weights: features of all images, and a linear head fitted to them.
 
-The network before its head keeps the published weights. A linear head on frozen features is a convex problem, so it is
-solved rather than trained: by L-BFGS on the loss of the task, in coordinates that are scaled by the curvature. The
-strength of the regularisation is chosen by cross-validation over all training and validation images, and the
-out-of-fold predictions measure how good the head is. Fine-tuning from a fitted head distorts the features less than
-from a random one (Kumar et al., arXiv 2202.10054).
-
-Shape letters: N images, V views, F features, K outputs.
+It is solved by L-BFGS, regularised by cross-validation. Fine-tuning from it distorts the features less than from a
+random head (Kumar et al., arXiv 2202.10054). Shapes: N images, F features, K outputs.
 """
 
 import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from flatout.config import Augment, Recipe
+from flatout.data.batches import Split
+from flatout.data.pack import Pack
 from flatout.data.splits import divide
+from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.base import Evaluation
+from flatout.engine.base import DeviceDataset, Engine, Evaluation
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits, fit_temperature
@@ -33,14 +31,6 @@ from flatout.tasks import Task, task_of
 from flatout.train.progress import EpochRecord
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flatout.data.batches import Split
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-    from flatout.engine.base import DeviceDataset, Engine
 
 # Splits whose labels the head may see. In a cross-validation, the fold is held out completely.
 FITTED = ("train", "valid")
@@ -59,22 +49,13 @@ SMALLEST_VARIANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FittedHead:
-    """A linear head: logits are `features @ weight.T + bias`.
+    """A linear head: logits are `features @ weight.T + bias`."""
 
-    Attributes:
-        weight, bias: float32 [K, F] and [K].
-        strength: the regularisation strength.
-        temperature: the divisor of the logits that calibrates probabilities on unseen images; 1 without
-            cross-validation, and for tasks other than single-label.
-        out_of_fold: float32 [N, K], out-of-fold logits; NaN for images beyond `MAX_IMAGES`, and if there are too few
-            images to divide.
-    """
-
-    weight: np.ndarray
-    bias: np.ndarray
-    strength: float
-    temperature: float
-    out_of_fold: np.ndarray
+    weight: np.ndarray  # float32 [K, F]
+    bias: np.ndarray  # float32 [K]
+    strength: float  # of the regularisation
+    temperature: float  # the logits were divided by it to calibrate probabilities on unseen images
+    out_of_fold: np.ndarray  # logits float32 [N, K]; NaN beyond `MAX_IMAGES`, and if there are too few images to divide
 
 
 def fit_head(
@@ -90,19 +71,18 @@ def fit_head(
     strength: float | None = None,
     temperature: float = 1.0,
 ) -> FittedHead:
-    """Fit a head to the features of images in all their views; the loss of the task without label smoothing.
+    """Fit a head to features [N, F] of the images and perhaps of mirrored ones, by the loss without label smoothing.
 
-    Args:
-        views_VNF: float32 [N, F] for each view of the images, such as mirrored ones; the first is the image itself.
-        labels, class_weights: see `Pack.labels` and `Task.class_weights`.
-        groups: int64 [N]; images of a group share a fold.
-        strength, temperature: known values from a head for more images, which replace the cross-validation.
+    A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
     heads: list[torch.Tensor] = []
-    with _threads(max(1, physical_cores() // 2)), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(optim.keep_compiler_out())
+        # With all threads, many small operations would wait for threads on busy cores.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(max(1, physical_cores() // 2))
         problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
@@ -119,17 +99,6 @@ def fit_head(
         temperature=temperature,
         out_of_fold=out_of_fold,
     )
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Compute with fewer threads: many small operations would wait for threads on busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Problem:
@@ -167,13 +136,12 @@ class _Problem:
         )
 
     def zeros(self) -> torch.Tensor:
-        """Return the zero head, [components + 1, K]; its last row is the bias."""
         return torch.zeros(self._rows.shape[1], self.outputs)
 
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Return the best head, [components + 1, K] in these coordinates, for some images or all with all views."""
+        """Return the best head, [components + 1, K]; its last row is the bias."""
         rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
         if images is not None:
             chosen = torch.from_numpy(images)
@@ -205,7 +173,6 @@ class _Problem:
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
     def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         return weight.numpy(), (head[-1] - weight @ self._mean).numpy()
 
@@ -253,27 +220,18 @@ def _cross_validate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadStage:
-    """The results of the stage.
-
-    Attributes:
-        head, layers: the module that was fitted, and a copy of it.
-        fitted: the head for the splits in `fitted_splits`.
-        training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
-        features: by split, float32 [N, F] for each view.
-        placed: the splits on the devices of the engine that trains; empty if it has no cached layers.
-        seconds: the time of the features and of the head.
-    """
+    """The fitted head, with the features and labels of the splits."""
 
     task: Task
-    head: Head
-    layers: HeadNetwork
-    fitted: FittedHead
+    head: Head  # the module that was fitted
+    layers: HeadNetwork  # a copy of it
+    fitted: FittedHead  # for the splits in `fitted_splits`
     fitted_splits: tuple[str, ...]
-    training_only: FittedHead | None
-    features: dict[str, list[np.ndarray]]
-    placed: "Mapping[str, DeviceDataset]"
+    training_only: FittedHead | None  # for the training images alone, from which fine-tuning starts, if it does
+    features: dict[str, list[np.ndarray]]  # by split, float32 [N, F] for each view
+    placed: Mapping[str, DeviceDataset]  # the splits in the engine that trains; empty if it has no cached layers
     labels: dict[str, np.ndarray]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of the features and of the head
 
     @property
     def share_right(self) -> float:
@@ -286,18 +244,13 @@ class HeadStage:
         right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
         return float(right.mean()) if len(right) else 0.0
 
-    @property
-    def is_enough(self) -> bool:
-        """Whether the out-of-fold accuracy is so high that fine-tuning can hardly improve it."""
-        return self.share_right >= ENOUGH
-
-    def give_to(self, model: "nn.Module", fitted: FittedHead | None = None) -> None:
+    def give_to(self, model: nn.Module, fitted: FittedHead | None = None) -> None:
         """Load a head into a model, by default the one fitted to all images."""
         fitted = fitted or self.fitted
         set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
 
-    def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
-        """Load a head into an engine, by default the one fitted to all images; all ranks call this."""
+    def give(self, engine: Engine, fitted: FittedHead | None = None) -> None:
+        """Load a head into an engine, by default the one fitted to all images. All ranks call this."""
         self.give_to(self.layers, fitted)
         own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
         state = engine.state()
@@ -348,7 +301,7 @@ class HeadStage:
         )
 
     def describe(self) -> str:
-        """Return a sentence about the fitted head."""
+        """Return a sentence for the log."""
         count = sum(len(self.labels[name]) for name in self.fitted_splits)
         views = " and their mirror images" if len(self.features["train"]) > 1 else ""
         name = self.task.metric_names[0]
@@ -379,27 +332,20 @@ class HeadStage:
 
 
 def fit_to_features(
-    model: "nn.Module",
+    model: nn.Module,
     recipe: Recipe,
-    splits: "Mapping[str, Split]",
-    pack: "Pack",
-    make: "Callable[..., Engine]",
-    world: "World",
+    splits: Mapping[str, Split],
+    pack: Pack,
+    make: Callable[..., Engine],
+    world: World,
     *,
     class_weights: np.ndarray | None,
     report: Callable[[str], None],
-    engine: "Engine | None" = None,
+    engine: Engine | None = None,
 ) -> HeadStage:
     """Fit the head of a model and load it; before fine-tuning, the head for the training split alone.
 
-    All ranks call this. The features are computed on the devices of the run.
-
-    Args:
-        engine: the one that trains the model, which also gets the head; its cached output of frozen layers provides the
-            features. None if it is made later.
-
-    Raises:
-        InputError: the logits are not linear in the input of any layer.
+    The cached output of frozen layers of an `engine` that trains the model provides the features. All ranks call this.
     """
     began = time.perf_counter()
     head = find_head(model, recipe.image_sides, recipe.channels)
@@ -436,14 +382,12 @@ def fit_to_features(
             groups=None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names]),
             has_bias=head.has_bias,
             seed=recipe.seed,
-            **({"strength": like.strength, "temperature": like.temperature} if like else {}),
+            strength=like and like.strength,
+            temperature=like.temperature if like else 1.0,
         )
 
-    def fit_both() -> tuple[FittedHead, FittedHead | None]:
-        fitted = fit(names)
-        return fitted, fit(("train",), fitted) if recipe.epochs else None
-
-    fitted, training_only = world.from_main(fit_both)
+    fitted = world.from_main(lambda: fit(names))
+    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs else None
     stage = HeadStage(
         task=task,
         head=head,
@@ -456,9 +400,6 @@ def fit_to_features(
         labels=labels,
         seconds={"features": computed - began, "head": time.perf_counter() - computed},
     )
-    if engine:
-        stage.give(engine, training_only)
-    else:
-        stage.give_to(model, training_only)
+    stage.give(engine, training_only) if engine else stage.give_to(model, training_only)
     report(stage.describe())
     return stage

@@ -1,7 +1,6 @@
 """The training loop: epochs, evaluation, schedule, best weights, early stopping. It is independent of the device.
 
-The position is (epoch, step); everything else is a function of it, the seed and the history, so training can start at
-any position.
+The position is (epoch, step); everything else is a function of it, the seed and the history.
 """
 
 import math
@@ -9,21 +8,17 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatout.config import Recipe
 from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
-from flatout.distributed.world import Flag
+from flatout.distributed.world import Flag, World
 from flatout.engine.base import NO_COUNTS, DeviceDataset, Engine
 from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
 from flatout.utils.errors import Stopped, TrainingFailed
 from flatout.utils.random import Stream, raw
-
-if TYPE_CHECKING:
-    from flatout.distributed.world import World
 
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 _STOPS = Flag.INTERRUPT | Flag.TERMINATE
@@ -59,7 +54,7 @@ class LoopHooks:
 
 def run_loop(
     engine: Engine,
-    world: "World",
+    world: World,
     recipe: Recipe,
     splits: Mapping[str, DeviceDataset],
     progress: Progress,
@@ -68,10 +63,6 @@ def run_loop(
     """Train on the placed splits from `progress` on; return the reason of an early end, or "".
 
     `progress` is updated: it matches the engine's state after every step, also when `Stopped` is raised.
-
-    Raises:
-        TrainingFailed: a loss or a weight is not finite; the message names the epoch.
-        Stopped: a process of the run was told to end.
     """
     return _Loop(engine, world, recipe, splits, progress, hooks).run()
 
@@ -79,7 +70,7 @@ def run_loop(
 @dataclass
 class _Loop:
     engine: Engine
-    world: "World"
+    world: World
     recipe: Recipe
     splits: Mapping[str, DeviceDataset]
     progress: Progress
@@ -162,8 +153,8 @@ class _Loop:
             # The fitted head was evaluated by the mean over its views; epochs must be comparable.
             result = self.splits[watched].evaluate(tta=self.recipe.tta and progress.head is not None)
             if not math.isfinite(result.loss):
-                where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
-                raise TrainingFailed(f"training diverged in {where}{FIX}")
+                epoch = progress.epoch + 1
+                raise TrainingFailed(f"training diverged in epoch {epoch}: the {watched} loss is not finite{FIX}")
             results = {f"{watched}_{key}": value for key, value in {"loss": result.loss, **result.metrics}.items()}
         progress.evaluate_seconds += time.perf_counter() - began
         counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)

@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
 
 import psutil
 
 from flatout.config import Recipe
-from flatout.distributed.world import Flag
+from flatout.distributed.world import Control, Flag
 from flatout.engine.base import Recorder
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
@@ -23,9 +23,6 @@ from flatout.train.request import TrainContext
 from flatout.train.run_dir import Checkpoint, data_facts
 from flatout.utils import run_files
 from flatout.utils.errors import signals_handled
-
-if TYPE_CHECKING:
-    from flatout.distributed.world import Control
 
 # Checkpoints take at most this share of the time, and within an epoch have at least this interval.
 CHECKPOINT_SHARE = 0.05
@@ -37,11 +34,7 @@ LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
 
 
 class Monitor(LoopHooks):
-    """Keeps the run folder and the console up to date while the loop runs.
-
-    Attributes:
-        context: its recipe has the length that currently fits the time budget.
-    """
+    """Keeps the run folder and the console up to date; its context has the length that fits the time budget."""
 
     def __init__(
         self, context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
@@ -61,14 +54,12 @@ class Monitor(LoopHooks):
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 
     def replan(self) -> Recipe:
-        """Return the recipe with the steps that still fit into the time budget, by the main process's clock."""
         assert self._budget is not None
         planned = self._budget.replan(self.context.recipe, self._progress.position(self._steps))
         self.context = with_length(self.context, planned)
         return self.context.recipe
 
     def flags(self) -> Flag:
-        """See `LoopHooks.flags`."""
         flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
         if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
             # Only once: it may take some steps until all ranks know.
@@ -79,7 +70,6 @@ class Monitor(LoopHooks):
         return flags
 
     def step(self) -> None:
-        """Show the progress after a step."""
         progress, recipe = self._progress, self.context.recipe
         loss = "" if self._loss is None else f" loss {self._loss:.4f}"
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
@@ -90,12 +80,10 @@ class Monitor(LoopHooks):
             self._live.step(self._loss)
 
     def wants_loss(self) -> bool:
-        """See `LoopHooks.wants_loss`; the same on every process."""
         step, log_every = self._progress.step, self.context.recipe.log_every
         return step % self._record_every == 0 or (log_every > 0 and step % log_every == 0)
 
     def loss(self, loss: float) -> None:
-        """Show and record the mean loss since the last call."""
         self._loss, progress, every = loss, self._progress, self.context.recipe.log_every
         if progress.step % self._record_every == 0:
             progress.step_losses.append((progress.position(self._steps), loss))
@@ -103,7 +91,6 @@ class Monitor(LoopHooks):
             self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
 
     def epoch(self, *, is_best: bool) -> str:
-        """Record a finished epoch, and its weights if required. Return why callbacks end the run, or ""."""
         context, progress, recipe = self.context, self._progress, self.context.recipe
         if is_best and recipe.keep == "best":
             progress.best, self._good = self._engine.snapshot(weights_only=True), None
@@ -118,7 +105,7 @@ class Monitor(LoopHooks):
         return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""
+        """Write a checkpoint, unless the newest one is of the same step."""
         progress, context = self._progress, self.context
         position, self._is_requested = (progress.epoch, progress.step), False
         if position == self._saved_position:
@@ -145,15 +132,9 @@ class Monitor(LoopHooks):
 
 
 class LiveFile:
-    """Appends to the file while the loop runs.
+    """Appends lines to `logs/live.jsonl` while the loop runs.
 
-    A line has `time` (seconds since 1970), `epoch` (finished epochs, with the fraction of the current one), `loss` (the
-    mean since it was last fetched), `images_per_second`, `wait_fraction` (share of the time spent waiting for images),
-    `cpu_percent` (100 for each busy core) and `rss_bytes` of the main process, and `device_bytes` (the peak).
-
-    Args:
-        steps: the steps of an epoch.
-        device_bytes: returns the peak memory of the device, or None if unknown.
+    `loss` is the mean since it was last fetched, `cpu_percent` 100 for each busy core, and `device_bytes` the peak.
     """
 
     def __init__(self, path: Path, progress: Progress, steps: int, device_bytes: Callable[[], int | None]) -> None:
@@ -161,15 +142,15 @@ class LiveFile:
         self._process = psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
         self._began = self._last = time.perf_counter()
-        self._before = self._totals()
+        self._before = progress.images_trained, progress.train_seconds, progress.wait_seconds
 
     def step(self, loss: float | None) -> None:
-        """Write a line if one is due; called after every step."""
+        """Write a line if one is due."""
         now = time.perf_counter()
         if now - self._last < max(LIVE_SECONDS, LIVE_SHARE * (now - self._began)):
             return
         self._last, before, progress = now, self._before, self._progress
-        self._before = self._totals()
+        self._before = progress.images_trained, progress.train_seconds, progress.wait_seconds
         images, seconds, waited = (after - earlier for after, earlier in zip(self._before, before, strict=True))
         line = {
             "time": round(time.time(), 2),
@@ -186,10 +167,6 @@ class LiveFile:
         with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
 
-    def _totals(self) -> tuple[int, float, float]:
-        progress = self._progress
-        return progress.images_trained, progress.train_seconds, progress.wait_seconds
-
 
 def write_metrics(context: TrainContext, progress: Progress) -> None:
     """Write the lines of the fitted head and of all finished epochs, if any."""
@@ -199,10 +176,10 @@ def write_metrics(context: TrainContext, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def signals_noted(control: "Control") -> Iterator[None]:
+def signals_noted(control: Control) -> Iterator[None]:
     """End the run on SIGINT or SIGTERM after the current step or batch; on a second SIGINT at once."""
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)

@@ -1,8 +1,7 @@
 """Choose the published network, the image size and the fine-tuning that suit photos and the time budget best.
 
-Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974).
-`benchmarks/gains.py` measures what networks, image sizes, mirrored images and fine-tuning gain, on cats and dogs and
-on Caltech 101: `benchmarks/results/gains.json`. Speeds are measured on the devices of the run.
+Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974). What sizes,
+mirrored images and fine-tuning gain is measured by `benchmarks/gains.py`: `benchmarks/results/gains.json`.
 """
 
 import functools
@@ -11,14 +10,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from flatout.config.settings import Size, sides
 from flatout.models.build import usable_size
 from flatout.models.hub import Backbone
-from flatout.train.dataset_stats import STRIDE, DatasetStats, of_shape
 from flatout.utils.console import duration
 from flatout.utils.host import physical_cores
 
+if TYPE_CHECKING:
+    from flatout.train.auto_recipe import DatasetStats
+
+# Sides of images that are not square are multiples of the stride of networks for photos; smaller for small images.
+STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 # The error grows with this power of published size / size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8
 # Candidate sizes, relative to the published size.
@@ -61,21 +65,14 @@ FeatureRate = Callable[[str, Size], float]
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoPlan:
-    """A network, an image size, and how they are used.
-
-    Attributes:
-        mirrored: whether features of mirrored images are computed, too.
-        epochs: epochs of fine-tuning; 0 for none.
-        averaging: the decay of the averaged weights.
-        reasons: explanations of the choices, by recipe key.
-    """
+    """A network, an image size, and how they are used."""
 
     backbone: Backbone
     image_size: Size
-    mirrored: bool = False
-    epochs: int = 0
-    averaging: float = MIN_AVERAGING
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    mirrored: bool = False  # whether features of mirrored images are computed, too
+    epochs: int = 0  # of fine-tuning
+    averaging: float = MIN_AVERAGING  # the decay of the averaged weights
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by recipe key
 
     @property
     def operations(self) -> float:
@@ -90,7 +87,7 @@ class PhotoPlan:
         of_network = (100 - self.backbone.top1) ** TOP1_EXPONENT
         return of_network * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
 
-    def seconds(self, facts: DatasetStats, rate: float) -> float:
+    def seconds(self, facts: "DatasetStats", rate: float) -> float:
         """Return the time of features, fine-tuning and the last evaluation, at a rate of features."""
         views = 1 + self.mirrored
         images = float(views * facts.every)
@@ -103,15 +100,9 @@ class PhotoPlan:
 
 
 def plan_photos(
-    facts: DatasetStats, backbones: Sequence[Backbone], batch_size: int, channels: int, rate: FeatureRate | None
+    facts: "DatasetStats", backbones: Sequence[Backbone], batch_size: int, channels: int, rate: FeatureRate | None
 ) -> PhotoPlan:
-    """Return the plan with the least expected error within the time that is left.
-
-    Args:
-        batch_size: of a step of fine-tuning.
-        channels: of the images as the networks get them.
-        rate: measures the speed; None if the devices are not available.
-    """
+    """Return the plan with the least expected error within the time that is left, at speeds that `rate` measures."""
     began, cores, seconds = time.perf_counter(), physical_cores(), facts.left
     steps = -(-facts.images // batch_size)
     plans = [
@@ -169,7 +160,6 @@ def plan_photos(
 
 
 def _reasons(plan: PhotoPlan, seconds: float | None, rate: float | None, *, is_only: bool) -> dict[str, str]:
-    """Return explanations of the choices, by recipe key."""
     backbone, within = plan.backbone, "" if seconds is None else f" in {duration(seconds)}"
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
@@ -198,6 +188,14 @@ def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
         square = backbone.image_size if share == 1 else STRIDE * round(side / STRIDE)
         found.append(square if ratio == 1 else of_shape(side, ratio))
     return list(dict.fromkeys(found))
+
+
+def of_shape(side: float, ratio: float) -> tuple[int, int]:
+    """Return height and width with about side * side pixels and width / height about `ratio`."""
+    stride, longer_by = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE, max(ratio, 1 / ratio)
+    shorter = stride * max(1, round(side / math.sqrt(longer_by) / stride))
+    longer = stride * round(shorter * longer_by / stride)
+    return (shorter, longer) if ratio > 1 else (longer, shorter)
 
 
 def averaging(steps: int) -> float:

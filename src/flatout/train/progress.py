@@ -4,22 +4,19 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.engine.base import NO_COUNTS, Counts
 from flatout.utils.style import number
 
+T = TypeVar("T")
 # Warm-up steps, which allocate memory, choose algorithms and capture CUDA graphs.
 FIRST_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """One line of metrics.jsonl. Losses are means.
-
-    Attributes:
-        metrics: those of the task, and losses, by split: `train_accuracy`, `valid_loss`, `valid_accuracy` and so on.
-    """
+    """One line of metrics.jsonl. Losses are means."""
 
     epoch: int
     step: int
@@ -28,14 +25,14 @@ class EpochRecord:
     images: int
     seconds: float
     images_per_second: float
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of the task, and losses: `train_accuracy`, `valid_loss`, `valid_accuracy` and so on
 
     def of(self, split: str) -> dict[str, float]:
         """Return the metrics of a split, by name."""
         return {key.removeprefix(f"{split}_"): v for key, v in self.metrics.items() if key.startswith(f"{split}_")}
 
     def describe(self, epochs: int, shown: tuple[str, ...], *, is_best: bool) -> str:
-        """Return the line that is printed after the epoch; `epochs` is their total, `shown` are the metrics in it."""
+        """Return the line that is printed after the epoch of several, with some metrics."""
         parts = [f"epoch {self.epoch}/{epochs}"]
         for split in ("train", "valid", "test"):
             found = self.of(split)
@@ -53,55 +50,41 @@ class EpochRecord:
     @classmethod
     def from_plain(cls, line: dict[str, Any]) -> "EpochRecord":
         """Return the record that `to_plain` wrote."""
-        own = [f.name for f in dataclasses.fields(cls) if f.name != "metrics"]
-        return cls(**{name: line[name] for name in own}, metrics={k: v for k, v in line.items() if k not in own})
+        own = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{key: line[key] for key in line.keys() & own}, metrics={k: line[k] for k in line if k not in own})
 
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
-    """The progress of a run; with the engine's state, everything that a checkpoint needs.
+    """The progress of a run; with the engine's state, everything that a checkpoint needs."""
 
-    Attributes:
-        epoch, step: finished epochs, and finished steps of the next one.
-        head: the record of the head fitted before the first step, or None.
-        history: a record of every finished epoch.
-        counts: sums over the finished steps of the unfinished epoch.
-        best_epoch: the best epoch by validation, from 1; 0 for none, or for the fitted head.
-        best: the engine's snapshot of the weights after it, if the recipe keeps the best; else None.
-        train_seconds: time in training epochs; of it, wait_seconds were spent waiting for input, communication_seconds
-            for other processes, and epoch_seconds in the unfinished epoch.
-        first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
-        earlier_seconds: the time from the run's first command to the checkpoint that it resumed from.
-        step_losses: pairs (step from the start of the run, mean training loss since the loss was last fetched).
-    """
-
-    epoch: int = 0
-    step: int = 0
-    head: EpochRecord | None = None
-    history: list[EpochRecord] = field(default_factory=list)
-    counts: Counts = NO_COUNTS
-    best_epoch: int = 0
-    best: Any = None
-    train_seconds: float = 0.0
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the next one
+    head: EpochRecord | None = None  # of the head fitted before the first step
+    history: list[EpochRecord] = field(default_factory=list)  # of every finished epoch
+    counts: Counts = NO_COUNTS  # sums over the finished steps of the unfinished epoch
+    best_epoch: int = 0  # by validation, from 1; 0 for none, or for the fitted head
+    best: Any = None  # the engine's snapshot of the weights after it, if the recipe keeps the best
+    train_seconds: float = 0.0  # in training epochs, including the next two
+    wait_seconds: float = 0.0  # for input
+    communication_seconds: float = 0.0  # for other processes
+    epoch_seconds: float = 0.0  # in the unfinished epoch
     evaluate_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    communication_seconds: float = 0.0
-    first_seconds: float = 0.0
+    first_seconds: float = 0.0  # time and images of the first `FIRST_STEPS` steps
     first_images: int = 0
     first_steps: int = 0
-    epoch_seconds: float = 0.0
     images_trained: int = 0
-    earlier_seconds: float = 0.0
-    step_losses: list[tuple[int, float]] = field(default_factory=list)
+    earlier_seconds: float = 0.0  # from the run's first command to the checkpoint that it resumed from
+    step_losses: list[tuple[int, float]] = field(default_factory=list)  # step of the run, mean loss since the last one
 
     @property
     def records(self) -> list[EpochRecord]:
-        """The lines of metrics.jsonl: the fitted head, if any, and every finished epoch."""
+        """The lines of metrics.jsonl."""
         return [self.head, *self.history] if self.head else self.history
 
     @property
     def best_record(self) -> EpochRecord | None:
-        """The line of the best epoch by validation, or of the fitted head; None for none."""
+        """The line of the best epoch by validation, or of the fitted head."""
         return self.history[self.best_epoch - 1] if self.best_epoch else self.head
 
     def note_first_steps(self) -> None:
@@ -140,7 +123,7 @@ class Clock:
         """Do not count the time since the last call."""
         self._last = time.perf_counter()
 
-    def waiting(self, inputs: Iterator[Any]) -> Iterator[Any]:
+    def waiting(self, inputs: Iterator[T]) -> Iterator[T]:
         """Yield inputs, and count the time spent waiting for them."""
         while True:
             began = time.perf_counter()
@@ -153,11 +136,12 @@ class Clock:
 
 def to_plain(progress: Progress) -> dict[str, Any]:
     """Return the progress without tensors as plain values, for a checkpoint."""
-    fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "best"}
-    fields["history"] = [record.to_plain() for record in progress.history]
-    fields["head"] = progress.head and progress.head.to_plain()
-    fields["counts"] = dataclasses.asdict(progress.counts)
-    return fields
+    return {
+        **{name: value for name, value in vars(progress).items() if name != "best"},
+        "history": [record.to_plain() for record in progress.history],
+        "head": progress.head and progress.head.to_plain(),
+        "counts": dataclasses.asdict(progress.counts),
+    }
 
 
 def from_plain(fields: dict[str, Any]) -> Progress:

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.config import Recipe, load_recipe, with_settings
 from flatout.config.jobs import builtin_jobs, load_job
 from flatout.config.settings import nearest, nearest_path
+from flatout.data.build import find
+from flatout.data.cache import cache_folder
+from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, download_public, is_remote, where_to_get
+from flatout.data.source import DataSource, ImageDataset
+from flatout.engine.factory import Speeds
+from flatout.models.build import check_name, list_names
+from flatout.train.auto_recipe import generate_recipe, measure_dataset
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from flatout.data.source import DataSource, ImageDataset
-    from flatout.engine.factory import Speeds
 
 
 def resolve(
@@ -24,24 +27,16 @@ def resolve(
     console: Console,
     seconds: float | None = None,
     began: float | None = None,
-    speeds: "Speeds | None" = None,
+    speeds: Speeds | None = None,
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
-) -> "tuple[Recipe, DataSource | ImageDataset]":
-    """Return the recipe with changes, and the recognised data.
+) -> tuple[Recipe, DataSource | ImageDataset]:
+    """Return the recipe of a job with changed keys, or one made from the data, and the recognised data.
 
-    Args:
-        job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
-        data: a path, a URL or data given in Python; None uses the recipe's data, or downloads the job's.
-        changes: dotted recipe keys to override.
-        accelerated: whether training uses a GPU or TPU; a generated recipe then has a larger model and images.
-        seconds: the time budget of a generated recipe, or None. It began at `began`, by time.perf_counter.
-        speeds: measures for such a recipe; None if the devices are not available.
-        explain: also receives the reasons for a generated recipe, for its report.
-        fetch: whether published weights are searched for or downloaded; else they are assumed to exist.
+    Without `data`, it is the recipe's, or the job's is downloaded. A generated recipe also depends on the device, the
+    time budget and measured speeds; `explain` receives the reasons. Without `fetch`, published weights are assumed to
+    exist.
     """
-    from flatout.data.build import find
-
     plain, is_complete = start_of(job, changes)
     changes = _with_full_name(changes)
     if "data.path" in changes and (data is not None or not is_complete):
@@ -53,9 +48,6 @@ def resolve(
         if path := _plain(data):
             recipe = recipe.override({"data.path": path})
         return recipe, find(data, recipe.data, recipe.task, console=console)
-    from flatout.train.auto_recipe import generate_recipe
-    from flatout.train.dataset_stats import measure_dataset
-
     if (job is None) == (data is None):
         given = "no job and no data" if job is None else f"{job} is data, and so is --data {data}"
         raise InputError(f"{given}: give one of them")
@@ -81,9 +73,6 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
     """Return a job's recipe with changes, and True; without a job, a recipe of the changes alone, and False.
 
     Nothing is downloaded or measured, and torch is not imported.
-
-    Raises:
-        InputError: there is no such job, a key of the changes is unknown, or a value is impossible.
     """
     recipe = _named_recipe(job)
     if recipe is not None:
@@ -98,8 +87,6 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
 
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Prefix the model name with `timm:` if only timm has it."""
-    from flatout.models.build import check_name, list_names
-
     name = changes.get("model")
     if not isinstance(name, str) or name in list_names():
         return changes
@@ -138,7 +125,7 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
     return None
 
 
-def _plain(data: Any) -> str:
+def _plain(data: object) -> str:
     """Return the absolute path, or the URL, to write into the recipe; empty for data given in Python."""
     if not isinstance(data, str | Path):
         return ""
@@ -147,17 +134,12 @@ def _plain(data: Any) -> str:
 
 def _is_no_path(data: str | Path) -> bool:
     """Whether data is not a local file or folder: `sklearn:digits` or a URL."""
-    from flatout.data.fetch import is_remote
-
     return str(data).startswith("sklearn:") or is_remote(data)
 
 
 def _public_data(recipe: Recipe, console: Console) -> str:
-    from flatout.data import fetch
-    from flatout.data.cache import cache_folder
-
-    name = fetch.PUBLIC_NAMES.get(recipe.job)
+    name = PUBLIC_NAMES.get(recipe.job)
     if name is None:
-        where = fetch.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
+        where = where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
         raise InputError(f"job {recipe.job} has no data: {where}")
-    return str(fetch.download_public(fetch.PUBLIC[name], cache_folder() / "downloads" / name, console))
+    return str(download_public(PUBLIC[name], cache_folder() / "downloads" / name, console))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flatout.config import Recipe
@@ -29,19 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a recipe is run, except for what the recipe defines.
-
-    Attributes:
-        out: the run folder; None for a new one under `runs/`.
-        cache: keep the pack in the cache folder for the next run.
-        allow_code: whether a model named as `package.module:factory` may be imported.
-        restarts: how often the ranks are restarted from the newest checkpoint after losing one; None: as often as
-            elastic hosts may be lost.
-        hang_timeout: seconds without progress after which one of several ranks is ended.
-        minutes: the time budget of the whole run; None for the recipe's own length.
-        began: the time of the user's request, by time.perf_counter.
-        notes: sentences about the recipe, for the summary and the report.
-    """
+    """How a recipe is run, except for what the recipe defines; see `fit`."""
 
     out: Path | None = None
     devices: str = "auto"
@@ -49,13 +36,13 @@ class Options:
     resume: bool = False
     overwrite: bool = False
     cache: bool = True
-    allow_code: bool = False
+    allow_code: bool = False  # whether a model named as `package.module:factory` may be imported
     hosts: Hosts = field(default_factory=Hosts)
-    restarts: int | None = None
+    restarts: int | None = None  # None: as often as elastic hosts may be lost
     hang_timeout: float = HANG_TIMEOUT
     minutes: float | None = None
-    began: float = field(default_factory=time.perf_counter)
-    notes: tuple[str, ...] = ()
+    began: float = field(default_factory=time.perf_counter)  # the time of the user's request
+    notes: tuple[str, ...] = ()  # sentences about the recipe, for the summary and the report
     report: bool = True
     callbacks: tuple[Callback, ...] = ()
     functions: UserFunctions = field(default_factory=UserFunctions)
@@ -66,20 +53,15 @@ class Options:
         return None if self.minutes is None else 60 * self.minutes
 
     def __post_init__(self) -> None:
-        for flag, value in (("minutes", self.minutes), ("hang-timeout", self.hang_timeout)):
+        for flag, value, unit in (("minutes", self.minutes, "minutes"), ("hang-timeout", self.hang_timeout, "seconds")):
             if value is not None and not 0 < value < math.inf:
-                unit = "seconds" if flag == "hang-timeout" else "minutes"
                 raise InputError(f"--{flag} {value:g}: must be greater than 0 {unit}")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
 
 
 def check(recipe: Recipe, options: Options) -> None:
-    """Check that a recipe can be run with the options, independent of the data.
-
-    Raises:
-        InputError: it cannot; the message names the key or the flag and the fix.
-    """
+    """Refuse options that the recipe excludes."""
     refused = {
         "--minutes": options.minutes is not None,
         "several hosts or another launcher": options.hosts.most > 1 or launched() is not None,
@@ -93,22 +75,15 @@ def check(recipe: Recipe, options: Options) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainRequest:
-    """A run to be made. It can be sent to other processes once its data is a `SharedPack`.
+    """A run to be made. It can be sent to other processes once its data is a `SharedPack`."""
 
-    Attributes:
-        recipe: complete except for values measured on the data.
-        run_dir: the run folder, if the process that starts the ranks holds it.
-        phase_seconds: the time of finished phases.
-        prepared_at: the time when the folder was claimed, by time.time.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # complete except for values measured on the data
     data: "DataSource | ImageDataset | Pack | SharedPack"
     options: Options
     module: "nn.Module | None" = None
-    run_dir: Path | None = None
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    prepared_at: float = 0.0
+    run_dir: Path | None = None  # if the process that starts the ranks holds it
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of finished phases
+    prepared_at: float = 0.0  # when the folder was claimed, by time.time
 
 
 class RunLog:
@@ -127,7 +102,7 @@ class RunLog:
         self.notes.append(sentence)
         self.console.note(sentence)
 
-    def lap(self, phase: str, parts: Mapping[str, float] = MappingProxyType({})) -> None:
+    def lap(self, phase: str, **parts: float) -> None:
         """End a phase; `parts` are the seconds of nested phases, which are subtracted."""
         now = time.perf_counter()
         self.seconds |= {phase: now - self._lap - sum(parts.values()), **parts}
@@ -144,30 +119,22 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainContext:
-    """The state that the phases of a run share on one rank. Only the engine changes.
-
-    Attributes:
-        recipe: complete, with the values that depend on the data, the devices and the time budget.
-        stage: the head fitted before the first step, or None.
-        parameters, trained_parameters: their number in the model.
-        devices, device_count: the devices of all ranks, as a SPEC, and their number.
-        datasets: the splits on the devices; empty if nothing is trained.
-    """
+    """The state that the phases of a run share on one rank. Only the engine changes."""
 
     request: TrainRequest
-    recipe: Recipe
+    recipe: Recipe  # with the values that depend on the data, the devices and the time budget
     run_dir: Path
     world: "World"
     log: RunLog
     pack: "Pack"
     splits: "dict[str, Split]"
     engine: "Engine"
-    stage: "HeadStage | None"
+    stage: "HeadStage | None"  # the head fitted before the first step
     parameters: int
     trained_parameters: int
-    devices: str
+    devices: str  # of all ranks, as a SPEC
     device_count: int
-    datasets: "Mapping[str, DeviceDataset]" = field(default_factory=dict)
+    datasets: "Mapping[str, DeviceDataset]" = field(default_factory=dict)  # on the devices; empty if nothing is trained
 
     @property
     def options(self) -> Options:

@@ -1,7 +1,6 @@
 """A training run as one script; it reads top-down.
 
-`train` decides which processes take part and starts them. Each of them calls `train_on_rank`: data, recipe, model,
-engine (`set_up`), then the fitted head or a checkpoint, the time budget, the loop, the evaluation and the files.
+`train` starts the processes that take part, and each of them calls `train_on_rank`.
 """
 
 import contextlib
@@ -16,7 +15,10 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import cloudpickle
+from torch import nn
 
 from flatout import __version__
 from flatout.config import FREE_KEYS, Recipe
@@ -29,14 +31,7 @@ from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import parse_devices, spec_of
-from flatout.engine.factory import (
-    Processes,
-    choose_processes,
-    kept_devices,
-    make_engine,
-    precisions,
-    run_on_devices,
-)
+from flatout.engine.factory import Processes, choose_processes, kept_devices, make_engine, precisions, run_on_devices
 from flatout.engine.schedule import describe_scaling
 from flatout.engine.torch.accelerator import precision_of_gpu
 from flatout.models import build
@@ -47,7 +42,7 @@ from flatout.train.budget import Budget, fastest_precision, plan_minutes
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
-from flatout.train.head import HeadStage, fit_to_features
+from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.progress import Progress
@@ -58,9 +53,6 @@ from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost,
 from flatout.utils.files import write_atomically
 from flatout.utils.host import available_memory
 
-if TYPE_CHECKING:
-    from torch import nn
-
 T = TypeVar("T")
 
 
@@ -68,19 +60,7 @@ T = TypeVar("T")
 
 
 def train(request: TrainRequest, console: Console) -> Path:
-    """Train according to a recipe and write the run folder.
-
-    One device is used in this process; several have a process each. A process that another launcher, such as torchrun,
-    has started as a rank joins the other ranks.
-
-    Returns:
-        The run folder; if a launcher started several processes, the first one has written it.
-
-    Raises:
-        InputError: an argument or the data is wrong; the message names it and the fix.
-        TrainingFailed: training cannot continue; the weights of the last good epoch are in the run folder.
-        Stopped: the process was told to end; the run folder is usable and can be resumed.
-    """
+    """Train according to a recipe, and return the run folder; join other ranks if a launcher has started this one."""
     recipe, options = request.recipe, request.options
     check(recipe, options)
     if launched() is None and options.devices != "auto":
@@ -112,16 +92,9 @@ def run_on_all_ranks(
     *,
     begins: bool = False,
 ) -> T:
-    """Call function(console, world, request) on every rank of the request; return the first rank's result.
+    """Call an importable function on every rank, and return the first rank's result.
 
-    The folder is claimed, the pack made and the number of processes chosen before the processes start.
-
-    Args:
-        function: importable by other processes.
-        begins: whether this begins a run: its folder can be resumed from then on, even if the run is killed soon.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: see `train`.
+    With `begins`, it begins a run: its folder can be resumed from then on, even if the run is killed soon.
     """
     options = request.options
     optim.class_of(request.recipe.optimizer)  # refuses one that cannot train, before the data is read
@@ -156,13 +129,11 @@ def _check_batch(batch: int, ranks: int) -> None:
 
 
 def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tuple[TrainRequest, Processes]:
-    """Choose the processes of this host, and name them in the request; a resumed run keeps its devices."""
-    options, notes = request.options, list[str]()
-    spec = options.devices
+    """Choose the processes of this host; a resumed run keeps its devices."""
+    options, spec, notes = request.options, request.options.devices, list[str]()
     if spec == "auto" and options.resume and options.out:
         with contextlib.suppress(OSError):
-            before = (options.out / run_files.DEVICES).read_text(errors="replace")
-            spec, sentence = kept_devices(before, options.engine)
+            spec, sentence = kept_devices((options.out / run_files.DEVICES).read_text(errors="replace"), options.engine)
             notes.append(sentence)
     start, stop = pack.splits["train"]
     chosen = choose_processes(
@@ -179,7 +150,7 @@ def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tu
 def prepare_host(
     request: TrainRequest, console: Console, *, begins: bool = False
 ) -> Iterator[tuple[TrainRequest, Pack]]:
-    """Claim the run folder and make the pack for the ranks of this host, in this process or in others."""
+    """Claim the run folder and make the pack for the ranks of this host."""
     alone, log = World(), RunLog(console, request)
     with contextlib.ExitStack() as stack:
         if request.options.hosts.most == 1:
@@ -207,11 +178,7 @@ def claimed_run_dir(request: TrainRequest, world: World) -> Iterator[Path]:
 
 
 def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path:
-    """Train on one rank, and return the run folder. All ranks call this.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: see `train`.
-    """
+    """Train on one rank, and return the run folder. All ranks call this."""
     with set_up(console, world, request) as context:
         # Continue from a checkpoint, or begin with the fitted head
         restored = folders.restore(context)
@@ -240,11 +207,7 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
 
 @contextlib.contextmanager
 def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[TrainContext]:
-    """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this.
-
-    Raises:
-        InputError: see `train`.
-    """
+    """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this."""
     log = RunLog(console, request)
     with claimed_run_dir(request, world) as run_dir:
         # Data and recipe
@@ -256,9 +219,9 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         agree(world, recipe, pack)
         log.lap("read")
         # Model and engine
-        request_here = replace(request, recipe=recipe)
-        model = build_model(request_here, pack, log.note)
-        engine, recipe, stage = start_engine(model, request_here, splits, pack, world, continued, log)
+        here = replace(request, recipe=recipe)
+        model = build_model(here, pack, log.note)
+        engine, recipe, stage = start_engine(model, here, splits, pack, world, continued, log)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
             for sentence in engine.describe():
@@ -329,11 +292,8 @@ def run_epochs(
 ) -> tuple[TrainContext, Ended]:
     """Run the loop and save its end; return how it ended, and the context with the recipe's final length."""
     recipe, log = context.recipe, context.log
-    images = len(context.splits["train"])
-    log.console.note(
-        f"training {recipe.model} ({context.parameters:,} parameters) on {images:,} images, "
-        f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
-    )
+    what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
+    log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
     reason, failure = "", None
@@ -362,12 +322,10 @@ def run_epochs(
 def _train_and_return_callbacks(
     console: Console, world: World, request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Train on one rank; return the folder and, from child processes, the attributes of the callbacks."""
+    """Return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
-    if launched() is None or not world.is_main or not callbacks:
+    if launched() is None or not world.is_main:
         return folder, []
-    import cloudpickle
-
     attributes = [vars(callback) for callback in callbacks]
     try:
         cloudpickle.dumps(attributes)
@@ -389,9 +347,8 @@ def load_pack(request: TrainRequest, world: World, log: RunLog) -> Pack:
         log.lap("launch")
         return data.open()
     log.lap("start")
-    pack = load_once_per_host(
-        world, lambda: load(data, request.recipe, cache=request.options.cache, report=log.console)
-    )
+    make = functools.partial(load, data, request.recipe, cache=request.options.cache, report=log.console)
+    pack = load_once_per_host(world, make)
     log.console.finish()
     log.lap("pack")
     return pack
@@ -419,12 +376,7 @@ def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
 
 
 def resolve_auto_values(
-    recipe: Recipe,
-    pack: Pack,
-    splits: Mapping[str, Split],
-    world: World,
-    continued: Recipe | None,
-    log: RunLog,
+    recipe: Recipe, pack: Pack, splits: Mapping[str, Split], world: World, continued: Recipe | None, log: RunLog
 ) -> Recipe:
     """Fill in the values that depend on the data: normalisation, bits, task, loss and order. All ranks call this."""
     if not recipe.data.bits:
@@ -451,19 +403,13 @@ def _order_for_memory(train: Split, world: World, log: RunLog) -> str:
     free = min(world.all_gather_object(available_memory()))
     if not train.is_on_disk or train.nbytes <= free:
         return "full"
-    log.note(
-        f"data.order = blocks: {train.nbytes / 2**30:.1f} GiB of training images are more than the "
-        f"{free / 2**30:.1f} GiB of available memory"
-    )
+    needed, available = (f"{size / 2**30:.1f} GiB of" for size in (train.nbytes, free))
+    log.note(f"data.order = blocks: {needed} training images are more than the {available} available memory")
     return "blocks"
 
 
 def agree(world: World, recipe: Recipe, pack: Pack) -> None:
-    """Check before the first step that all ranks have the same versions, recipe and data.
-
-    Raises:
-        InputError: one differs. The message names it and the difference, and is the same on all ranks.
-    """
+    """Check before the first step that all ranks have the same versions, recipe and data."""
     facts = {f"version {name}": version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {"version flatout": __version__, "version Python": platform.python_version()}
     free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
@@ -485,21 +431,14 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
 # --- Model and engine -----------------------------------------------------------------------------------------------
 
 
-def build_model(
-    request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None
-) -> "nn.Module":
+def build_model(request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None) -> nn.Module:
     """Return the model of a request with fresh weights; a model object is copied."""
-    return build.build_model(
-        request.recipe,
-        len(pack.classes),
-        module=request.module,
-        allow_code=request.options.allow_code,
-        report=report,
-    )
+    code = {"module": request.module, "allow_code": request.options.allow_code}
+    return build.build_model(request.recipe, len(pack.classes), **code, report=report)
 
 
 def start_engine(
-    model: "nn.Module",
+    model: nn.Module,
     request: TrainRequest,
     splits: Mapping[str, Split],
     pack: Pack,
@@ -507,13 +446,7 @@ def start_engine(
     continued: Recipe | None,
     log: RunLog,
 ) -> tuple[Engine, Recipe, HeadStage | None]:
-    """Return the engine with initial weights, the recipe with its number format, and the fitted head if any.
-
-    All ranks call this; the model has fresh weights and is changed.
-
-    Raises:
-        InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
-    """
+    """Return the engine with initial weights, the recipe with its number format, and the fitted head if any."""
     recipe, options = request.recipe, request.options
     if recipe.pretrained or recipe.weights:
         # Rank 0 alone loads, and perhaps downloads them; its engine distributes them.
@@ -530,7 +463,7 @@ def start_engine(
         task=replace(task, own_metrics=functions.metrics),
         class_weights=class_weights,
         # Only the torch engine supports user functions; `UserFunctions.check` has refused them elsewhere.
-        **functions.for_engine(recipe),
+        **functions.in_training,
     )
 
     def fit(recipe: Recipe, engine: Engine | None = None) -> tuple[HeadStage, Recipe]:
@@ -538,11 +471,11 @@ def start_engine(
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
-        if options.minutes is not None and stage.is_enough:
+        if options.minutes is not None and stage.share_right >= ENOUGH:
+            left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
-                ("fine-tuning is left out: " if recipe.epochs else "")
-                + f"heads that have not seen them answer {stage.share_right:.2%} of the images rightly; more images, "
-                "or other ones, would help more than minutes"
+                f"{left_out}heads that have not seen them answer {stage.share_right:.2%} of the images rightly; "
+                "more images, or other ones, would help more than minutes"
             )
             recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:
@@ -555,12 +488,6 @@ def start_engine(
     if recipe.linear_probe and not shares_features:
         stage, recipe = fit(recipe)
 
-    def measured(formats: list[str]) -> tuple[str, str]:
-        def quiet(one: Recipe) -> Engine:
-            return make(copy.deepcopy(model), one, report=lambda sentence: None)
-
-        return fastest_precision(quiet, splits["train"], recipe, world, formats)
-
     formats = precisions(options.engine, world)
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})
@@ -570,11 +497,15 @@ def start_engine(
         if found := precision_of_gpu(formats, model, recipe):
             chosen, reason = found[0], f"{found[1] / 1e6:,.1f} million multiply-adds per image"
         else:
-            chosen, reason = measured(formats)
+
+            def quiet(one: Recipe) -> Engine:
+                return make(copy.deepcopy(model), one, report=lambda sentence: None)
+
+            chosen, reason = fastest_precision(quiet, splits["train"], recipe, world, formats)
         log.note(f"precision = {chosen}: {reason}")
         recipe = recipe.override({"precision": chosen})
     engine = make(model, recipe, report=log.note)
     if recipe.linear_probe and shares_features:
         stage, recipe = fit(recipe, engine)
-    log.lap("model", stage.seconds if stage else {})
+    log.lap("model", **(stage.seconds if stage else {}))
     return engine, recipe, stage

@@ -1,8 +1,4 @@
-"""The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues.
-
-A checkpoint is one safetensors file, which executes no code and detects damage: the engine's state and the loop's
-progress.
-"""
+"""The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues."""
 
 import contextlib
 import json
@@ -17,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
+from flatout.data.pack import Pack
 from flatout.distributed.environment import launched, restart_count
 from flatout.models.weights import read_weights, save_tensors
 from flatout.train.progress import Progress, from_plain, to_plain
@@ -27,33 +24,17 @@ from flatout.utils.files import lock, sweep_temporary_files, write_atomically
 from flatout.utils.host import process_place
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Pack
     from flatout.distributed.world import World
 
 # What --overwrite removes: the files that a run writes, then their folders.
-_FILES_OF_A_RUN = (
-    f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
-    run_files.CHECKPOINTS,
-    f"{run_files.LOGS}/rank-*.log",
-    f"{run_files.LOGS}/rank-*.samples.jsonl",
-    f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
-    run_files.LIVE,
-    run_files.DEVICES,
-    run_files.LOGS,
-    f"{run_files.TENSORBOARD}/events.out.tfevents.*",
-    run_files.TENSORBOARD,
-    *run_files.PICTURES,
-    run_files.RECIPE,
-    run_files.METRICS,
-    run_files.SUMMARY,
-    run_files.WEIGHTS,
-    run_files.KNOWN,
-    run_files.PREDICTIONS,
-    run_files.SPLITS,
-    run_files.REPORT,
+_FILES = (
+    *("checkpoints/epoch-*.safetensors", "checkpoints", "logs/rank-*.log", "logs/rank-*.samples.jsonl"),
+    *(f"logs/{run_files.TRACKER_IDS}", run_files.LIVE, run_files.DEVICES, "logs"),
+    *("tensorboard/events.out.tfevents.*", "tensorboard", *run_files.PICTURES, run_files.RECIPE, run_files.METRICS),
+    *(run_files.SUMMARY, run_files.WEIGHTS, run_files.KNOWN, run_files.PREDICTIONS, run_files.SPLITS, run_files.REPORT),
 )
 _FOLDS = run_files.FOLD.format("[1-9]*")
-_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
+_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES), _FOLDS, *_FILES)
 # Tolerance: a process's start is relative to the host's, which clock corrections shift.
 _CLOCK_SECONDS = 5.0
 # Prefix of the tensors of the best epoch in a checkpoint.
@@ -63,21 +44,16 @@ _BEST = "best."
 
 
 def check(options: Options) -> None:
-    """Raise InputError early, before the data is read, if `claimed` will refuse the run folder on this host."""
+    """Refuse a run folder that `claimed` will refuse, before the data is read."""
     if options.hosts.most == 1 and launched() is None:
         _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
 def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """Create a run folder if necessary, and lock it while the context lasts.
+    """Lock a run folder while the context lasts; without `out`, a new one under `runs/`, named by the job and the time.
 
-    A new folder is removed if it stays empty, or if the run ends through wrong input or the user before training.
-
-    Without `out`, it is a new one under `runs/`, named by the job and the time. An old run is replaced by `begin`.
-
-    Raises:
-        InputError: another process uses the folder, it has other content, or it cannot be written.
+    It is removed if it is new, and stays empty or the run ends through wrong input or the user before training.
     """
     _check_content(out, resume=resume, overwrite=overwrite)
     target = out or Path("runs/new")
@@ -119,7 +95,6 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _make(out: Path | None, job: str) -> Path:
-    """Make the folder; a default name is unique."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -155,10 +130,8 @@ def _locked(folder: Path) -> Iterator[None]:
         descriptor = lock(path, wait=False)
         if descriptor is None:
             user = holder(folder)
-            raise InputError(
-                f"{folder}: in use by process {user.process if user else 'unknown'}; wait for it or choose another "
-                "--out"
-            )
+            name = user.process if user else "unknown"
+            raise InputError(f"{folder}: in use by process {name}; wait for it or choose another --out")
         # The previous process may have removed the file after it was opened here.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -176,10 +149,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that uses a run folder, or used it when it or its host failed.
-
-    Its PID, its start in seconds since 1970, and its host and container.
-    """
+    """The process that uses or has used a run folder: PID, start in seconds since 1970, host and container."""
 
     process: int
     started: float
@@ -226,26 +196,16 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """Everything a run needs to continue.
+    """Everything a run needs to continue, as one safetensors file, which executes no code and detects damage."""
 
-    Attributes:
-        state: the engine's state at `progress`; see `Engine.state`.
-        best: the state of `progress.best`; empty if there is none.
-        data: see `data_facts`.
-    """
-
-    state: dict[str, Any]
-    best: dict[str, Any]
+    state: dict[str, Any]  # the engine's at `progress`; see `Engine.state`
+    best: dict[str, Any]  # of `progress.best`, if any
     progress: Progress
     recipe: Recipe
-    data: dict[str, Any]
+    data: dict[str, Any]  # see `data_facts`
 
     def save(self, folder: Path) -> None:
-        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept.
-
-        Raises:
-            TrainingFailed: the disk is full.
-        """
+        """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
         tensors = {**self.state, **{_BEST + name: value for name, value in self.best.items()}}
@@ -262,11 +222,7 @@ class Checkpoint:
                 other.unlink()
 
     def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
-        """Check that a run can continue with a recipe and data; `report` gets a message if the data has changed.
-
-        Raises:
-            InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
-        """
+        """Refuse to continue with other classes or keys; `report` gets a message if the data has changed."""
         check_same(self.recipe, recipe)
         if recipe.epochs < self.progress.epoch:
             raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
@@ -280,7 +236,7 @@ class Checkpoint:
 
 
 def check_same(before: Recipe, now: Recipe) -> None:
-    """Raise InputError if the recipe of a continued run differs in a key other than `FREE_KEYS`."""
+    """Refuse to continue with a recipe that differs in a key other than `FREE_KEYS`."""
     flat = before.flat()
     for key, value in now.flat().items():
         if key not in FREE_KEYS and flat[key] != value:
@@ -290,8 +246,8 @@ def check_same(before: Recipe, now: Recipe) -> None:
             )
 
 
-def data_facts(pack: "Pack") -> dict[str, Any]:
-    """Return facts that identify the data: classes, split sizes, and a digest of images and labels."""
+def data_facts(pack: Pack) -> dict[str, Any]:
+    """Return what identifies the data."""
     splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
     return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
 
@@ -300,26 +256,22 @@ def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Re
     """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
 
     def read() -> Recipe | None:
-        if not (_is_continued(request) and newest_first(run_dir / run_files.CHECKPOINTS, _since(request))):
+        if not newest_first(run_dir / run_files.CHECKPOINTS, _since(request)):
             return None
         return of_run(load_recipe(run_dir / run_files.RECIPE))
 
-    return world.from_main(read)
+    return world.from_main(read) if _is_continued(request) else None
 
 
 def restore(context: TrainContext) -> Progress | None:
-    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress.
+    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress, if any.
 
-    All ranks call this; the main process reads the file. Returns None if nothing was saved yet.
-
-    Raises:
-        InputError: all checkpoints are damaged; see also `Checkpoint.check_resumable`.
+    The main process reads the file, and the engine distributes the tensors. All ranks call this.
     """
     engine, recipe, note = context.engine, context.recipe, context.log.note
     if not (_is_continued(context.request) and recipe.epochs):
         return None
-    # In the main process; the engine distributes the tensors.
-    state, best = dict[str, Any](), dict[str, Any]()
+    state, best = dict[str, Any](), dict[str, Any]()  # of the main process
 
     def without_tensors() -> Checkpoint | None:
         found = _read_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
@@ -350,7 +302,6 @@ def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
 
 
 def _is_continued(request: TrainRequest) -> bool:
-    """Whether the run continues from a checkpoint, if there is one."""
     return request.options.resume or restart_count() > 0
 
 
