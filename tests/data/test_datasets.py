@@ -89,7 +89,7 @@ def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms()
 
     (note,) = from_dataset(Flipped(data.items)).notes
     assert "the train data set differ each time they are read" in note
-    assert "use augment= or batch_transforms= instead" in note
+    assert "use augment= or transform= instead" in note
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from PIL import Image
 from sklearn.metrics import cohen_kappa_score, confusion_matrix
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchvision.transforms import ToTensor, v2
 
 import flatout
 from flatout.data.detect import from_python
@@ -124,6 +125,27 @@ def test_a_loss_of_ones_own_is_that_of_the_name(tmp_path: Path) -> None:
     assert blind.epochs[0]["train_loss"] != named.epochs[0]["train_loss"]
 
 
+def test_each_image_is_transformed_in_each_epoch(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def shift(image: torch.Tensor) -> torch.Tensor:
+        seen.append(image.clone())
+        return image.roll(int(torch.randint(1, 8, ())), 2)
+
+    images, labels = make_arrays(48)
+    data = dict.fromkeys(("train", "valid", "test"), (images, labels))
+    plain, black, run = (
+        fit(tmp_path / name, data, epochs=epochs, seed=3, transform=transform)
+        for name, epochs, transform in (("plain", 1, None), ("black", 1, torch.zeros_like), ("run", 2, shift))
+    )
+    # As they are stored, in 0..1, once in each epoch.
+    found = np.rint(255 * torch.cat(seen).numpy()).astype(np.uint8)
+    assert sorted(map(bytes, found)) == sorted([*map(bytes, images), *map(bytes, images)])
+    losses = [one.epochs[0]["train_loss"] for one in (plain, black, run)]
+    assert len(set(losses)) == 3
+    assert run.summary["notes"][-1:] == ["transform is a function given in Python: recipe.toml does not contain it"]
+
+
 def test_class_weights_by_name(tmp_path: Path) -> None:
     named, listed = (fit(tmp_path / str(of), class_weights=of) for of in ({"1": 3.0}, [1.0, 3.0, 1.0]))
     assert named.epochs[0]["train_loss"] == listed.epochs[0]["train_loss"]
@@ -140,8 +162,10 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
     ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
     ({"class_weights": {"0": -1.0}}, "class_weights = .*must be at least 0"),
-    ({"batch_transforms": "flip"}, "batch_transforms: 'f' is not a function of images"),
-    ({"augment": torch.clone}, "functions go into batch_transforms="),
+    ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
+    ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
+    ({"transform": "flip"}, "transform: 'f' is not a function of images"),
+    ({"augment": torch.clone}, "functions go into transform= or batch_transforms="),
     ({"data": DataLoader(TensorDataset(torch.zeros(3)))}, "instead of a DataLoader, give loader.dataset"),
 ]
 
@@ -153,7 +177,7 @@ def test_functions_reach_other_processes(tmp_path: Path) -> None:
     own: dict[str, Any] = {
         "loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none"),
         "metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)},
-        "batch_transforms": lambda images: images.flip(-1),
+        "transform": lambda image: image.flip(-1),
     }
     run, alone = (fit(tmp_path / spec, seed=3, **own, devices=spec) for spec in ("2xcpu", "cpu"))
     assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)

@@ -23,6 +23,8 @@ from flatout.utils.files import write_atomically
 from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, read_summary
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flatout.train.progress import Progress
     from flatout.train.request import TrainContext
 
@@ -276,30 +278,70 @@ class UserFunctions:
     """The functions that a caller of `fit` passes; see there."""
 
     loss: Function | None = None
+    transforms: tuple[Function, ...] = ()
     batch_transforms: tuple[Function, ...] = ()
     metrics: tuple[tuple[str, Function], ...] = ()
 
     @property
-    def in_training(self) -> dict[str, Any]:
-        """Those that change training itself, by the argument of `fit` and of the torch engine."""
-        given = {"loss": self.loss, "batch_transforms": self.batch_transforms}
-        return {name: value for name, value in given.items() if value}
+    def in_training(self) -> list[str]:
+        """The arguments of `fit` that change training itself."""
+        given = {"loss": self.loss, "transform": self.transforms, "batch_transforms": self.batch_transforms}
+        return [name for name, value in given.items() if value]
 
     def check(self, recipe: Recipe, engine: str) -> None:
         """Refuse functions that the engine or the recipe cannot use."""
         if self.in_training and (engine == "xla" or recipe.shard == "full"):
             raise InputError(
-                f"{next(iter(self.in_training))}: a function of your own can be neither compiled by the XLA engine nor "
-                "sharded; use engine='torch' and shard='none'"
+                f"{self.in_training[0]}: a function of your own can be neither compiled by the XLA engine nor sharded; "
+                "use engine='torch' and shard='none'"
             )
 
+    def for_engine(self, recipe: Recipe) -> dict[str, Any]:
+        """Return arguments of the torch engine."""
+        per_image = (PerImage(self.transforms, recipe),) if self.transforms else ()
+        transforms = (*per_image, *self.batch_transforms)
+        return {"loss": self.loss, "batch_transforms": transforms} if self.in_training else {}
 
-def user_functions(loss: Function | None, batch_transforms: Any, metrics: Any) -> UserFunctions:
+
+class PerImage:
+    """Applies transforms of single images, float32 [C, H, W] in 0..1, to a batch of normalised images."""
+
+    def __init__(self, transforms: tuple[Function, ...], recipe: Recipe) -> None:
+        self._transforms, self._data = transforms, recipe.data
+
+    def __call__(self, images_BCHW: "Tensor") -> "Tensor":
+        import torch
+
+        mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (self._data.mean, self._data.std))
+        # Mixing and erasing stay in 0..1, but rounding may exceed it.
+        images = (images_BCHW * std + mean).clamp(0, 1)
+        return (torch.stack([self._changed(image) for image in images]) - mean) / std
+
+    def _changed(self, image_CHW: "Tensor") -> "Tensor":
+        def described(value: object) -> str:
+            return f"{value.dtype} {[*value.shape]}" if isinstance(value, type(image_CHW)) else type(value).__name__
+
+        wanted = described(image_CHW)
+        takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"
+        for transform in self._transforms:
+            name = getattr(transform, "__name__", type(transform).__name__)
+            try:
+                image_CHW = transform(image_CHW)
+            except Exception as error:  # users' functions may raise anything
+                raise InputError(f"transform: {name} raised {type(error).__name__}: {error}; {takes}") from error
+            if (found := described(image_CHW)) != wanted:
+                raise InputError(f"transform: {name} returned {found}; {takes}")
+        return image_CHW
+
+
+def user_functions(loss: Function | None, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:
     """Check and return the functions passed to `fit`."""
-    transforms = (batch_transforms,) if callable(batch_transforms) else tuple(batch_transforms or ())
-    for function in transforms:
-        if not callable(function):
-            raise InputError(f"batch_transforms: {function!r} is not a function of images")
+    given = {"transform": transform, "batch_transforms": batch_transforms}
+    found = {name: (value,) if callable(value) else tuple(value or ()) for name, value in given.items()}
+    for argument, functions in found.items():
+        for function in functions:
+            if not callable(function):
+                raise InputError(f"{argument}: {function!r} is not a function of images")
     several = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
     named = several if isinstance(several, Mapping) else {getattr(m, "__name__", str(m)): m for m in several}
     known = sorted({name for task in TASKS.values() for name in task.metric_names})
@@ -309,4 +351,9 @@ def user_functions(loss: Function | None, batch_transforms: Any, metrics: Any) -
                 f"metrics: {name!r} is not a function of labels and answers with a name of its own; give a "
                 f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'
             )
-    return UserFunctions(loss=loss, batch_transforms=transforms, metrics=tuple(named.items()))
+    return UserFunctions(
+        loss=loss,
+        transforms=found["transform"],
+        batch_transforms=found["batch_transforms"],
+        metrics=tuple(named.items()),
+    )

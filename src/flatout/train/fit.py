@@ -42,6 +42,7 @@ def fit(
     minutes: float | None = None,
     callbacks: Callback | str | Sequence[Callback | str] = (),
     metrics: Any = (),
+    transform: Any = (),
     batch_transforms: Any = (),
     quiet: bool = False,
     **changes: Any,
@@ -74,6 +75,9 @@ def fit(
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`.
         metrics: functions of labels and predictions, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict
             by name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
+        transform: a function of one training image, float32 [C, H, W] in 0..1, augmented, on the device; or several.
+            Each is called in every epoch and returns a changed image; validation and test images are not changed. Torch
+            engine only.
         batch_transforms: functions of training images, float32 [B, C, H, W], augmented and normalised, on the device;
             each returns changed images. Torch engine only.
         quiet: print nothing.
@@ -96,7 +100,7 @@ def fit(
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     loss = changes.get("loss")
     own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
-    functions, flat = user_functions(own_loss, batch_transforms, metrics), recipe_changes(changes)
+    functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
     data, module = join_data(data, labels, validation_data), None
     if isinstance(model, str):
         flat["model"] = model
@@ -166,7 +170,8 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif key in ("optimizer", "schedule", "augment") and not isinstance(value, str):
             raise InputError(
                 f'{key} = {value!r}: give a name, such as optimizer="adam", or a section, such as '
-                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into batch_transforms="
+                "flatout.Adam(lr=0.001) or flatout.Augment(flip=True); functions go into transform= or "
+                "batch_transforms="
             )
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}

@@ -463,7 +463,7 @@ def start_engine(
         task=replace(task, own_metrics=functions.metrics),
         class_weights=class_weights,
         # Only the torch engine supports user functions; `UserFunctions.check` has refused them elsewhere.
-        **functions.in_training,
+        **functions.for_engine(recipe),
     )
 
     def fit(recipe: Recipe, engine: Engine | None = None) -> tuple[HeadStage, Recipe]:

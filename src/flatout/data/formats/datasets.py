@@ -271,7 +271,7 @@ _LABEL_KEYS = ("label", "labels", "target", "targets", "y", "fine_label", "class
 _RANDOM = (
     "items of the {name} data set differ each time they are read, so its transform is random. flatout reads each item "
     "once: the random changes stay the same in every epoch. Take random transforms out of the data set, and use "
-    "augment= or batch_transforms= instead, which change images anew in every epoch"
+    "augment= or transform= instead, which change images anew in every epoch"
 )
 
 
