@@ -210,8 +210,9 @@ class RankFiles(LogsSpecs):
         own = {**self._variables, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if not self._rendezvous.are_several:
             own[STORE] = str(folder / f"store-{attempt}")
-        outcomes = {i: str(folder / f"outcome-{i}") for i in envs}
+        # Never written: the ranks write outcomes.
+        errors = {i: str(folder / f"error-{i}") for i in envs}
         for i, variables in envs.items():
-            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": outcomes[i]}
+            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": errors[i]}
         # Ranks write their output to files themselves, because torch does not close its log files.
-        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=outcomes)
+        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=errors)

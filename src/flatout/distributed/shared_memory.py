@@ -195,11 +195,11 @@ def _lost(peer: int) -> RankLost:
 
 def _connect(world: "World") -> dict[int, socket.socket]:
     peers: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flatout-"))
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    with contextlib.ExitStack() as temporary, contextlib.ExitStack() as kept:
+        folder = temporary.enter_context(tempfile.TemporaryDirectory(prefix="flatout-"))
+        listener = temporary.enter_context(socket.socket(socket.AF_UNIX))
         opened = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, opened)
+        temporary.callback(os.close, opened)
         # An address has at most 107 bytes, and the path of the folder may be longer.
         place = f"/proc/{os.getpid()}/fd/{opened}" if Path("/proc/self/fd").is_dir() else folder
         listener.settimeout(CONNECT_SECONDS)
@@ -208,20 +208,19 @@ def _connect(world: "World") -> dict[int, socket.socket]:
         addresses = world.all_gather_object(f"{place}/socket")
         try:
             for rank in range(world.rank):
-                peers[rank] = socket.socket(socket.AF_UNIX)
+                peers[rank] = kept.enter_context(socket.socket(socket.AF_UNIX))
                 peers[rank].connect(addresses[rank])
                 peers[rank].sendall(struct.pack("i", world.rank))
             while len(peers) < world.size - 1:
-                connection, _ = listener.accept()
+                connection = kept.enter_context(listener.accept()[0])
                 connection.settimeout(CONNECT_SECONDS)
                 (rank,) = struct.unpack("i", connection.recv(4))
                 peers[rank] = connection
         except (OSError, struct.error) as error:
-            for connection in peers.values():
-                connection.close()
             raise RankLost(f"the ranks of this host did not connect: {error}") from None
         # Keep listening until all ranks are connected.
         world.barrier()
+        kept.pop_all()
     # Not by `settimeout`, with which a socket no longer knows MSG_DONTWAIT.
     limit = struct.pack("@ll", int(world.timeout), int(world.timeout % 1 * 1e6))
     for connection in peers.values():

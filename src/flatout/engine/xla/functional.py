@@ -164,8 +164,8 @@ class UpdateRule:
         self._eps, self._betas = optimizer.eps or 0.0, optimizer.betas or []
         self._momentum, self._dampening = optimizer.momentum or 0.0, optimizer.dampening
         self._is_nesterov = bool(optimizer.nesterov)
-        self._keys = ("exp_avg", "exp_avg_sq") if self._betas else ("sum",) if self._name == "adagrad" else ()
-        self._keys = self._keys or (("momentum_buffer",) if self._momentum else ())
+        keys = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
+        self._keys = keys.get(self._name, ("momentum_buffer",) if self._momentum else ())
 
     def init(self, parameters: Arrays) -> OptimizerState:
         zeros: OptimizerState = {key: jax.tree.map(jnp.zeros_like, parameters) for key in self._keys}
@@ -187,7 +187,7 @@ class UpdateRule:
     def _direct(
         self, gradient: jax.Array, kept: list[jax.Array], count: jax.Array
     ) -> tuple[jax.Array, Sequence[jax.Array]]:
-        if self._betas:  # Adam: Kingma and Ba, arXiv 1412.6980
+        if self._name.startswith("adam"):  # Kingma and Ba, arXiv 1412.6980
             moments = [b * m + (1 - b) * gradient**n for b, m, n in zip(self._betas, kept, (1, 2), strict=True)]
             mean, square = (m / (1 - b**count) for b, m in zip(self._betas, moments, strict=True))
             return mean / (jnp.sqrt(square) + self._eps), moments
