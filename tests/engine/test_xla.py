@@ -1,7 +1,7 @@
 """What only the XLA engine does: parts of a batch, slices of a state, many steps in one program, its compilations."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -150,23 +150,6 @@ def test_many_steps_in_one_program() -> None:
             assert engine.counts()[0].count == 16
     # What waits for a full dispatch is counted too.
     assert engine.counts()[0].count == 70 - 16
-
-
-def test_training_starts_from_the_weights_of_rank_0() -> None:
-    """Only that rank loads published weights."""
-    from flatout.engine.xla.devices import find
-    from flatout.engine.xla.engine import XlaEngine
-
-    class SecondHost(World):
-        def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-            with torch.no_grad():
-                for tensor in tensors:
-                    tensor.fill_(7)
-
-    engine = XlaEngine(small_net(), make_recipe(), devices=find("cpu", (0,)), world=SecondHost())
-    engine.place(make_samples(70)).compile()
-    state = engine.state()
-    assert all(bool((t == 7).all()) for name, t in state.items() if name.startswith("model."))
 
 
 def test_jax_settings_are_restored() -> None:

@@ -1,9 +1,7 @@
 """What a training run leaves in the process that called it: nothing, also where it failed."""
 
-import ctypes
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,27 +12,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.engine.torch.accelerator import CPU, CUDA
 from flatout.utils.errors import InputError
-
-LARGE = 64 << 20
-
-
-def is_mapped() -> bool:
-    """Return whether glibc maps a large block by itself, as it does unless told otherwise."""
-
-    class Counts(ctypes.Structure):
-        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
-
-    libc = ctypes.CDLL("libc.so.6")
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes, libc.mallinfo2.restype = [ctypes.c_void_p], Counts
-    before = libc.mallinfo2().hblks
-    block = libc.malloc(LARGE)
-    after = libc.mallinfo2().hblks
-    libc.free(block)
-    return after > before
 
 
 def state() -> dict[str, Any]:
@@ -46,23 +24,12 @@ def state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "denormal numbers": torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item(),
         "cuDNN's choice of algorithms": cudnn.benchmark,
-        # Torch's compiler reads these; after the newer `fp32_precision`, they raise errors.
         "formats": (torch.get_float32_matmul_precision(), cudnn.allow_tf32),
         "default type": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
-        "allocator": not sys.platform.startswith("linux") or is_mapped(),
         "variables": {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
         "folder": Path.cwd(),
     }
-
-
-@pytest.fixture(autouse=True)
-def allocator_as_usual() -> None:
-    """Undo what an engine of another test, not closed, has set; see `accelerator._keep_freed_memory`."""
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 65536)
-        libc.mallopt(-1, 128 * 1024)
 
 
 @pytest.fixture
@@ -117,26 +84,3 @@ def test_errors_leave_the_process_as_it_was(
     with pytest.raises(error):
         flatout.fit(model, samples, out=tmp_path / "r", epochs=1, batch_size=16, devices="cpu", quiet=True, **changes)
     assert {name: value for name, value in state().items() if value != before[name]} == {}
-
-
-def test_settings_of_a_gpu_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's and cuBLAS's flags exist without a GPU; streams and the generator do not."""
-    import contextlib
-
-    device = torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(CUDA, "is_host", True)
-    before = state()
-    for precision, expected in (("tf32", ("high", True)), ("fp32", ("highest", False))):
-        with contextlib.ExitStack() as undo:
-            CUDA(device).adapt_process(undo, precision, 1)
-            assert torch.backends.cudnn.benchmark
-            assert state()["formats"] == expected
-            torch.manual_seed(7)
-        assert state() == before
-    with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as undo:
-        CPU(device).adapt_process(undo, "fp32", 1)
-        raise ZeroDivisionError
-    assert state() == before
