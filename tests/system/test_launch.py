@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -170,26 +169,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher.process.kill()
     launcher.process.communicate()
     assert eventually(lambda: not any(map(is_alive, launcher.ranks)))
-
-
-KILLED_BEFORE_RANKS = """
-import os, signal
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from tests.system import rank_functions as ranks
-
-LocalElasticAgent.run = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-ranks.run(ranks.do_nothing)
-"""
-
-
-@pytest.mark.slow
-def test_the_next_run_removes_what_a_launcher_left_that_was_killed_before_it_had_ranks() -> None:
-    """The folder has the model in it, and no rank that could remove it."""
-    killed = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RANKS], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(list(Path(tempfile.gettempdir()).iterdir())) == 1
-    run(ranks.do_nothing)
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []
 
 
 @pytest.mark.slow

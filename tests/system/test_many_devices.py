@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 SPECS = ("cpu", "3xcpu")
 # Batches of 100, which three ranks cannot share evenly; batch normalisation; a plateau that acts at once.
-EPOCHS = 2
+EPOCHS = 3
 RECIPE = {
     "batch_size": 100,
     "image_size": 16,
@@ -30,17 +30,7 @@ RECIPE = {
     "augment.shift": 0.1,
 }
 SETTINGS = [word for key, value in RECIPE.items() for word in ("--set", f"{key}={value}")]
-SAME = (
-    "train_images",
-    "images_trained",
-    "batch_size",
-    "epochs",
-    "seed",
-    "parameters",
-    "test_count",
-    "test_correct",
-    "best_epoch",
-)
+SAME = ("train_images", "images_trained", "seed", "parameters", "test_count", "test_correct", "best_epoch")
 
 
 @pytest.fixture(scope="module")

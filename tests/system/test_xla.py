@@ -148,7 +148,7 @@ def test_what_jax_says_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax.local_devices", refuse)
     with pytest.raises(flatout.InputError) as caught:
         find("tpu", [0])
-    for word in ("finds no TPU", "pid 4711)", "one process at a time", "pip install", "--devices 8xcpu"):
+    for word in ("finds no TPU", "pid 4711.", "one process at a time", "pip install", "--devices 8xcpu"):
         assert word in str(caught.value)
 
 

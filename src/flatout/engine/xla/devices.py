@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
-# Programs that compile faster are not cached.
-CACHED_SECONDS = 0.5
 
 # PCI device IDs of TPU chips (Google is vendor 0x1ae0), and JAX's devices per chip: v2 and v3, v4, v5p, v5e, v6e, v7x.
 # From jax/_src/hardware_utils.py.
@@ -143,17 +141,14 @@ def compilation_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache as cache
 
-    folder, shortest = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    folder = "jax_compilation_cache_dir"
     if getattr(jax.config, folder) is not None:
         yield
         return
-    seconds = getattr(jax.config, shortest)
     jax.config.update(folder, str(cache_folder() / "xla"))
-    jax.config.update(shortest, CACHED_SECONDS)
     cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update(folder, None)
-        jax.config.update(shortest, seconds)
         cache.reset_cache()
