@@ -34,15 +34,9 @@ _SERVER.set_forkserver_preload(
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
-    """Call function(world, *args) on each rank, with one thread; return all answers, in the order of the ranks.
+    """Call function(world, *args) on each rank, with one thread; return all answers, or raise what a rank raises.
 
-    What a rank raises is raised here.
-
-    Args:
-        size: ranks; one is this process.
-        function: of a module that can be imported.
-        args: its arguments.
-        backend: what adds the ranks' numbers up: the memory of one host, or what works between hosts too.
+    One rank is this process. The backend adds the numbers up: the memory of one host, or gloo as between hosts.
     """
     if size == 1:
         return [function(World(), *args)]
@@ -69,24 +63,19 @@ def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args
             numbers = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": store.port, **place}
             own = {"MASTER_ADDR": HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             variables = {**os.environ, **own, **{name: str(number) for name, number in numbers.items()}}
-            connections.append(_start(stack, variables, asked))
+            receiver, sender = _SERVER.Pipe(duplex=False)
+            stack.callback(receiver.close)
+            with sender:
+                process = _SERVER.Process(target=_rank_main, args=(sender, variables, asked))
+                process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            connections.append(receiver)
         return _collect(connections)
 
 
-def _start(stack: contextlib.ExitStack, variables: dict[str, str], asked: bytes) -> Connection:
-    """Start a rank, which ends with the stack; return where its answer arrives."""
-    receiver, sender = _SERVER.Pipe(duplex=False)
-    stack.callback(receiver.close)
-    with sender:
-        process = _SERVER.Process(target=_rank_main, args=(sender, variables, asked))
-        process.start()
-    stack.callback(process.join)
-    stack.callback(process.kill)
-    return receiver
-
-
 def _collect(connections: list[Connection]) -> list[Any]:
-    """Return the ranks' answers; raise the first error, unless it is but the loss of a rank that has one too."""
+    """Return the ranks' answers, or raise the first error; the loss of another rank is none."""
     answers: dict[int, Any] = {}
     lost: list[RankLost] = []
     waiting = {connection: rank for rank, connection in enumerate(connections)}
@@ -120,7 +109,11 @@ def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> N
     torch.set_num_threads(1)
     try:
         call, function, args, backend = pickle.loads(asked)
-        world = _join(backend)
+        found = launched()
+        assert found is not None
+        world = World(found, torch.device("cpu"))
+        world.join(found)
+        assert world.backend == backend
         try:
             told = pickle.dumps((call(world, function, args), None))
         finally:
@@ -144,12 +137,3 @@ def _answer_together(world: World, function: Callable[..., Any], args: Sequence[
     answer = function(world, *args)
     world.barrier()
     return answer
-
-
-def _join(backend: Backend) -> World:
-    found = launched()
-    assert found is not None
-    world = World(found, torch.device("cpu"))
-    world.join(found)
-    assert world.backend == backend
-    return world

@@ -48,16 +48,9 @@ DECAY: dict[str, Any] = {"optimizer.momentum": 0.9, "optimizer.weight_decay": 0.
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A net and a recipe to train it by for one epoch of 70 samples: 4 batches of 16, and one of 6.
+    """A net, and what differs from the usual recipe, to train it for one epoch: 4 batches of 16, and one of 6.
 
-    Attributes:
-        net: makes it, always the same.
-        recipe: what differs from the usual recipe.
-        optimizer: torch's own; by default SGD, as in the recipe.
-        class_weights: of the loss.
-        in_shares: whether the oracle must compute rank by rank, as the net is not the same function of any part of a
-            batch.
-        count: samples.
+    The oracle computes `in_shares`, rank by rank, where the net is not the same function of any part of a batch.
     """
 
     net: Callable[[], nn.Module] = make_net
@@ -168,21 +161,6 @@ def drop(world: World) -> list[torch.Tensor]:
     return net.dropped
 
 
-def decide(world: World) -> tuple[str, int, list[float]]:
-    """Train until no epoch is better; return why training ended, the best epoch and the learning rates."""
-    recipe = make_recipe(
-        epochs=40,
-        early_stopping=4,
-        keep="best",
-        **{"optimizer.lr": 0.1, "schedule.name": "plateau", "schedule.patience": 1, "schedule.factor": 0.5},
-    )
-    engine, progress, samples = TorchEngine(make_net(), recipe, world=world), Progress(), make_samples()
-    placed = {"train": engine.place(samples), "valid": engine.place(make_samples(31))}
-    ended = run_loop(engine, world, recipe, placed, progress, SILENT)
-    engine.close()
-    return ended, progress.best_epoch, [record.learning_rate for record in progress.history]
-
-
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +171,6 @@ class Answers:
     trained: dict[str, Trained]
     evaluated: dict[str, tuple[int, int, float, np.ndarray]]
     dropped: list[list[torch.Tensor]]
-    decided: tuple[str, int, list[float]]
 
 
 def answer(world: World) -> Answers:
@@ -201,7 +178,6 @@ def answer(world: World) -> Answers:
         trained={name: train_case(world, case) for name, case in CASES.items()},
         evaluated=evaluate_all(world),
         dropped=[drop(world), drop(world)],
-        decided=decide(world),
     )
 
 
@@ -256,12 +232,3 @@ def test_ranks_drop_different_things_and_the_same_ones_again(ranks: list[Answers
     steps = torch.cat(masks)
     agreement = (steps[:, None] == steps[None]).float().mean((2, 3))
     assert torch.equal(agreement == 1, torch.eye(len(steps), dtype=torch.bool))
-
-
-def test_all_ranks_decide_the_same(ranks: list[Answers]) -> None:
-    """The learning rate at a plateau, the best epoch and the last one are taken from figures that all share."""
-    ended, best, rates = ranks[0].decided
-    assert "early stopping" in ended
-    assert best == len(rates) - 4
-    assert len(set(rates)) > 1
-    assert all(answers.decided == ranks[0].decided for answers in ranks)

@@ -203,7 +203,7 @@ def test_an_operation_without_equivalent_names_its_layer() -> None:
     with pytest.raises(InputError) as raised:
         Function(Holds(Unknown()), (torch.ones(IMAGE),), name="python:Holds")
     said = str(raised.value)
-    assert f'layer inner (Unknown), File "{__file__}", line {1 + Unknown.forward.__code__.co_firstlineno}' in said
+    assert "layer inner (Unknown) uses" in said
     assert "uses aten.adaptive_max_pool2d" in said
     with pytest.raises(InputError) as raised:
         Function(Holds(nn.AdaptiveMaxPool2d(2)), (torch.ones(IMAGE),), name="python:Holds")

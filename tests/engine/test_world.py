@@ -31,7 +31,6 @@ def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
 
 
 def exercise(world: World) -> dict[str, Any]:
-    """Do everything that ranks do together; return what this one got."""
     got: dict[str, Any] = {}
     for dtype, shape in itertools.product(DTYPES, SUMS):
         mine = numbers(world.rank, shape, dtype)
@@ -129,7 +128,7 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
 
 
 def part(world: World, how: str) -> str:
-    """Rank 1 leaves while the others wait for it; return what they are told."""
+    """Leave as rank 1 while the others wait for it; return what they are told."""
     bucket = world.buckets([10], torch.float32)[0]
     if world.rank == 1:
         return ""

@@ -1,20 +1,16 @@
 """Processes of a run: what comes back from them, and how they end if they, their launcher or the user end them."""
 
 import io
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -175,26 +171,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert eventually(lambda: not any(map(is_alive, launcher.ranks)))
 
 
-KILLED_BEFORE_RANKS = """
-import os, signal
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from tests.system import rank_functions as ranks
-
-LocalElasticAgent.run = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-ranks.run(ranks.do_nothing)
-"""
-
-
-@pytest.mark.slow
-def test_the_next_run_removes_what_a_launcher_left_that_was_killed_before_it_had_ranks() -> None:
-    """The folder has the model in it, and no rank that could remove it."""
-    killed = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RANKS], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(list(Path(tempfile.gettempdir()).iterdir())) == 1
-    run(ranks.do_nothing)
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []
-
-
 @pytest.mark.slow
 def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(tmp_path: Path) -> None:
     launcher = Launcher(ranks.stay, tmp_path)
@@ -213,14 +189,9 @@ def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     assert not any(map(is_alive, launcher.ranks))
 
 
-# --- real runs --------------------------------------------------------------------------------------------------------
-
-
-MARK = "FLATOUT_TEST_RUN"
-# A user's own model. In the tenth training step after the start (seven are an epoch), one rank is killed.
-# KILLED_RANK names one for each attempt.
+# A user's own model. In the tenth training step of the first attempt (seven are an epoch), the first rank is killed.
 MODEL = """
-import os, pathlib, signal
+import os, signal
 import torch
 
 class Net(torch.nn.Sequential):
@@ -229,68 +200,30 @@ class Net(torch.nn.Sequential):
     def forward(self, x):
         # Smaller batches only try the model out.
         self.steps += self.training and len(x) > 50
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        ranks = os.environ.get("KILLED_RANK", "").split(",")
-        if self.steps == 10 and ranks[attempt:] and ranks[attempt] == os.environ.get("RANK"):
-            pathlib.Path(os.environ["KILLED_FILE"]).touch()
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if self.steps == 10 and is_first and os.environ["RANK"] == os.environ["KILLED"]:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 def make(num_classes):
     return Net(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
 """
-TRAIN = ("train", "--model", "faulty:make")
-LENGTH = ("--epochs", "3", "--batch-size", "200")
-
-
-def train(folder: Path, rank: str, *options: str) -> tuple[int, str]:
-    """Run until a rank is killed, and to the end, which comes soon; return the exit code and the standard error."""
-    (folder / "faulty.py").write_text(MODEL)
-    file, mark = folder / "killed", str(folder)
-    data = ("digits", "--data", str(write_digits(folder / "digits.npz")))
-    variables = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "KILLED_FILE": str(file)}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "flatout", *TRAIN, *data, *LENGTH),
-            *("--devices", "2xcpu", "--out", str(folder / "run"), *options),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables, "KILLED_RANK": rank, MARK: mark},
-        check=False,
-    )
-    assert file.exists(), done.stderr
-    assert eventually(lambda: not marked(mark))
-    assert "restarts" in str(options) or time.time() - file.stat().st_mtime < END_SECONDS
-    return done.returncode, done.stderr
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes of one run, whoever their parents are by now."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
 
 
 @pytest.mark.slow
 def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank is lost; both runs have two ranks."""
-    code, said = train(tmp_path, "0", "--restarts", "1")
-    assert code == 0, said
-    restarted, whole = tmp_path / "run", tmp_path / "whole"
-    assert (restarted / "logs" / "rank-0.log").read_text().count("resumed after epoch") == 1
+    (tmp_path / "faulty.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    data = ("digits", "--data", str(tmp_path / "digits.npz"))
-    assert main([*TRAIN, *data, *LENGTH, "--devices", "2xcpu", "--out", str(whole)]) == 0
-    found, expected = weights(restarted), weights(whole)
+    data = ["digits", "--data", str(write_digits(tmp_path / "digits.npz")), "--epochs", "3", "--batch-size", "200"]
+    command = ["train", *data, "--model", "faulty:make", "--devices", "2xcpu", "--restarts", "1"]
+    for name, killed in (("restarted", "0"), ("whole", "none")):
+        monkeypatch.setenv("KILLED", killed)
+        assert main([*command, "--out", str(tmp_path / name)]) == 0
+        log = (tmp_path / name / "logs" / "rank-0.log").read_text()
+        assert log.count("resumed after epoch") == (name == "restarted")
+    found, expected = (weights(tmp_path / name) for name in ("restarted", "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert json.dumps([line["train_loss"] for line in metrics(restarted)]) == json.dumps(
-        [line["train_loss"] for line in metrics(whole)]
-    )
+    losses = [[line["train_loss"] for line in metrics(tmp_path / name)] for name in ("restarted", "whole")]
+    assert losses[0] == losses[1]

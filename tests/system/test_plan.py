@@ -26,7 +26,7 @@ from flatout.config.jobs import load_job
 from flatout.models.build import build_model
 from flatout.utils.console import Console
 
-HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
+HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
 # Four devices cannot share 66 images equally.
 SMALL = ["digits", "--images", "1258", "--classes", "10", "--batch-size", "66", "--topology", "v5e:2x2"]

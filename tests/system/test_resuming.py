@@ -83,13 +83,9 @@ def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: 
     run = tmp_path / "run"
     speeds[2] = 10.0
     assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
-    speeds[2] = 0.1
-    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    assert "--devices auto: cpu, as in the run that is resumed" in summary(run)["notes"]
     # As a machine with more cores would have left it.
     (run / "logs" / "devices").write_text("3xcpu")
-    speeds[2] = 10.0
-    assert main(["train", "--resume", "--out", str(run), "--epochs", "3"]) == 0
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
     lacking = "--devices auto: the run that is resumed used 3xcpu, which this machine does not have"
     assert lacking in summary(run)["notes"]
     assert summary(run)["world_size"] == 1
@@ -107,30 +103,23 @@ def test_more_epochs_continue_the_schedule_of_the_longer_run(schedule: str, data
     assert (rates[0] == rates[1]) == (schedule == "step")
 
 
-def copied(data: Path, folder: Path, *, labels: Any = None, invert: bool = False) -> Path:
-    folder.mkdir()
-    pixels = np.load(data / "images.npy")
-    np.save(folder / "images.npy", 255 - pixels if invert else pixels)
-    np.save(folder / "labels.npy", np.load(data / "labels.npy") if labels is None else labels)
-    return folder
-
-
 def test_other_classes_are_rejected_and_other_content_is_reported(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "run"
+    out, other, pixels = tmp_path / "run", tmp_path / "other", np.load(data / "images.npy")
     assert main(command(data, out, "--epochs", "1")) == 0
     before = (out / "weights.safetensors").read_bytes()
-    more = copied(data, tmp_path / "more", labels=np.arange(120) % 4)
-    assert resume(out, "--epochs", "2", "--data", str(more)) == 2
+    other.mkdir()
+    np.save(other / "images.npy", 255 - pixels)
+    np.save(other / "labels.npy", np.arange(120) % 4)
+    assert resume(out, "--epochs", "2", "--data", str(other)) == 2
     assert "was trained on the classes 0, 1, 2, but the data has 0, 1, 2, 3" in capsys.readouterr().err
     assert (out / "weights.safetensors").read_bytes() == before
-    same = copied(data, tmp_path / "same")
-    assert resume(out, "--epochs", "2", "--data", str(same)) == 0
-    other = copied(data, tmp_path / "other", invert=True)
-    assert resume(out, "--epochs", "3", "--data", str(other)) == 0
-    changed = [note for note in summary(out)["notes"] if "the data has changed" in note]
-    assert changed == ["the data has changed since the run began: images and labels differ"]
+    np.save(other / "labels.npy", np.load(data / "labels.npy"))
+    for changes in ([], ["the data has changed since the run began: images and labels differ"]):
+        np.save(other / "images.npy", 255 - pixels if changes else pixels)
+        assert resume(out, "--epochs", str(2 + len(changes)), "--data", str(other)) == 0
+        assert [note for note in summary(out)["notes"] if "the data has changed" in note] == changes
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])

@@ -116,14 +116,8 @@ def images(seed: int = 0) -> dict[str, Any]:
 def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: Path) -> None:
     calls, out = tmp_path / "calls", tmp_path / "run"
     net = Stopping(calls, at=at, number=signal.SIGTERM, freeze=frozen)
-    settings: dict[str, Any] = {
-        "epochs": 2,
-        "batch_size": 4,
-        "devices": "cpu",
-        "quiet": True,
-        "out": out,
-        "schedule.name": "constant",
-    }
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 4, "devices": "cpu", "quiet": True, "out": out}
+    settings["schedule.name"] = "constant"
     with pytest.raises(KeyboardInterrupt):
         flatout.fit(net, images(), **settings)
     assert len(Path(f"{calls}-0").read_text().splitlines()) == at

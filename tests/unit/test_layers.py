@@ -22,7 +22,6 @@ RESTRICTED = {
     "jax": ("engine/xla", "analysis"),
     "jaxlib": ("engine/xla", "analysis"),
     "torchax": ("engine/xla", "analysis"),
-    "optax": ("engine/xla", "analysis"),
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|cpus?|mps|xla|tpus?|gpus?)\b", re.IGNORECASE)
 

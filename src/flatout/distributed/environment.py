@@ -24,18 +24,9 @@ class Launched:
     address: str
     port: int
 
-    @property
-    def where(self) -> str:
-        """The address of the store, for messages."""
-        return os.environ.get(STORE) or f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
-
 
 def launched() -> Launched | None:
-    """Return the rank of this process from the launcher's variables; None if it was not launched as a rank.
-
-    Raises:
-        InputError: a variable is missing or is not a number.
-    """
+    """Return the rank of this process from the launcher's variables; None if it was not launched as a rank."""
     names = _TORCH
     if "RANK" not in os.environ:
         # A Slurm batch script has these variables too; only `srun` starts a task of a step with several.
@@ -47,11 +38,9 @@ def launched() -> Launched | None:
     if local_size is None and names is _SLURM:
         # All nodes have the same number of tasks, or srun would have set the variable.
         local_size = size // (_number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1)
-    if local_size is None and local_rank is not None and size > 1:
-        raise InputError(f"{names[2]} is set, but {names[3]} is not: set it to the number of ranks on this host")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ and size > 1:
-            raise InputError(f"{names[0]} is set, but {name} is not: set it to the address where the ranks meet")
+    needed = ["MASTER_ADDR", "MASTER_PORT"] + [names[3]] * (local_rank is not None and local_size is None)
+    if missing := [name for name in needed if size > 1 and name not in os.environ]:
+        raise InputError(f"{names[0]} is set, but {missing[0]} is not: the launcher of the ranks must set it")
     return Launched(
         rank=rank,
         size=size,
@@ -73,28 +62,21 @@ def wanted_threads() -> int | None:
     threads = _number("OMP_NUM_THREADS") if os.environ.get("OMP_NUM_THREADS", "").isdigit() else None
     # The ranks of flatout's launcher have torchrun's variables too; torchrun sets this one for several processes only.
     is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and DEVICE not in os.environ
-    if threads == 1 and is_of_torchrun and _number("LOCAL_WORLD_SIZE") != 1:
-        return None
-    return threads or None
+    return None if threads == 1 and is_of_torchrun and _number("LOCAL_WORLD_SIZE") != 1 else threads or None
 
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name)
-    if text is None:
-        return None
-    if not text.isdigit():
+    if text is not None and not text.isdigit():
         raise InputError(f"{name}={text}: must be a whole number")
-    return int(text)
+    return None if text is None else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """The hosts of a run.
+    """The hosts of a run: their number `nodes`, N or MIN:MAX, and where and how long they wait for each other.
 
-    Attributes:
-        nodes: the number of hosts, `N` or `MIN:MAX`.
-        rendezvous: HOST:PORT of the first host, which is the one with that address; needed for several hosts.
-        timeout: seconds within which all must have joined.
+    `rendezvous` is HOST:PORT of the first host, which is the one with that address; needed for several hosts.
     """
 
     nodes: str = "1"

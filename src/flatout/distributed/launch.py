@@ -4,9 +4,7 @@ torch's elastic agent starts, watches and ends the ranks. It runs in a thread, s
 and forward the user's signals. An agent is used for one attempt: this module decides whether another follows.
 """
 
-import base64
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -23,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import temporary_folder
 from flatout.distributed.environment import Hosts
-from flatout.distributed.rank import end_group, read_position, ready_ranks
+from flatout.distributed.rank import Outcome, end_group, read_position, ready_ranks
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
 
 _LOOK_SECONDS = 0.1
 # Time after which torch's agent kills ranks that are still running after another has failed.
@@ -64,78 +63,36 @@ def launch(
             f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
             "and from the global variables that they use"
         ) from error
-    payload = {
-        "launcher": os.getpid(),
-        "call": call,
-        "has_display": console.has_display,
-        "has_bar": console.has_bar,
-        "lines": console.hand_over(),
-    }
+    payload = (os.getpid(), call, console.has_display, console.has_bar, console.hand_over())
     # torch's warnings about lost connections repeat what the messages say.
     variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     variables = {name: value for name, value in variables.items() if name not in os.environ}
     try:
         with contextlib.ExitStack() as stack:
-            folder = _private_folder(stack, payload)
-            signals = _Signals()
-            stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
-            return _Launch(stack, folder, names, variables, console, hosts or Hosts(), restarts, signals).run()
+            try:
+                folder, held = temporary_folder()
+                stack.callback(os.close, held)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                (folder / "payload").write_bytes(pickle.dumps(payload))
+            except OSError as error:
+                raise TrainingFailed(
+                    f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set "
+                    "TMPDIR to another one"
+                ) from None
+            return _Launch(stack, folder, names, variables, console, hosts or Hosts()).run(restarts)
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         # Its traceback, which a notebook keeps, would keep the store and its port alive.
         error.__context__ = None
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _private_folder(stack: contextlib.ExitStack, payload: dict[str, Any]) -> Path:
-    try:
-        folder, held = temporary_folder()
-        stack.callback(os.close, held)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        (folder / "payload").write_bytes(pickle.dumps(payload))
-    except OSError as error:
-        raise TrainingFailed(
-            f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
-            "another one"
-        ) from None
-    return folder
-
-
-class _Signals:
-    """The user's signals: the first one (0 for none), whether a SIGINT followed, and whether they raise now."""
-
-    def __init__(self) -> None:
-        self.number, self.at_once, self.raise_now = 0, False, True
-
-    def note(self, number: int, frame: Any) -> None:
-        self.at_once = self.at_once or (self.number != 0 and number == signal.SIGINT)
-        self.number = self.number or number
-        if self.raise_now:
-            raise self.error()
-
-    def error(self) -> BaseException:
-        return KeyboardInterrupt() if self.number == signal.SIGINT else Stopped(self.number)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _EndedRank:
-    """How a rank of this host ended.
+class _EndedRank(Outcome):
+    """How a rank of this host ended; its name is for messages, and its exit code is negative for a signal."""
 
-    Attributes:
-        name: the rank, for messages.
-        exit_code: negative for a signal.
-        kind: the kind of its outcome (see `rank.main`); empty if it wrote none.
-        value: the result or exception of its function.
-        time: the time of its outcome.
-    """
-
-    rank: int
     local_rank: int
     name: str
     exit_code: int
-    kind: str
-    message: str
-    value: Any
-    time: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +117,6 @@ class _Launch:
         variables: dict[str, str],
         console: Console,
         hosts: Hosts,
-        restarts: int,
-        signals: _Signals,
     ) -> None:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -172,8 +127,7 @@ class _Launch:
         torch_log.propagate = False
         torch_log.addHandler(logging.NullHandler())
         self._folder, self._names, self._console, self._hosts = folder, names, console, hosts
-        self._restarts, self._signals = restarts, signals
-        self._rendezvous: Rendezvous = Rendezvous() if hosts.most == 1 else SeveralHosts(hosts)
+        self._rendezvous = Rendezvous() if hosts.most == 1 else SeveralHosts(hosts)
         stack.callback(self._rendezvous.leave)
         # Children must find flatout even if sys.path was changed.
         search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
@@ -194,23 +148,25 @@ class _Launch:
         display.touch()
         self._display = stack.enter_context(display.open(encoding="utf-8"))
         self._line = ""
-        self._is_forwarded = False
+        # The user's signal, if any; whether it was forwarded; and whether a SIGINT followed.
+        self._signal: int | None = None
+        self._is_forwarded = self._is_urgent = False
 
-    def run(self) -> Any:
+    def run(self, restarts: int) -> Any:
         """Run the ranks, with restarts; return the first one's result or raise its error."""
-        self._signals.raise_now = False
         restart = 0
-        while True:
-            end = self._run_once()
-            if end.error is None:
-                return end.value
-            if not end.may_restart or (end.is_counted and restart == self._restarts):
-                self._rendezvous.end_run(end.reason or str(end.error))
-                raise end.error
-            if end.is_counted:
-                restart += 1
-                self._console.finish()
-                self._console.note(f"{end.reason}: restart {restart} of {self._restarts} from the newest checkpoint")
+        with signals_handled(self._note_signal, signal.SIGINT, signal.SIGTERM):
+            while True:
+                end = self._run_once()
+                if end.error is None:
+                    return end.value
+                if not end.may_restart or (end.is_counted and restart == restarts):
+                    self._rendezvous.end_run(end.reason or str(end.error))
+                    raise end.error
+                if end.is_counted:
+                    restart += 1
+                    self._console.finish()
+                    self._console.note(f"{end.reason}: restart {restart} of {restarts} from the newest checkpoint")
 
     def _run_once(self) -> _End:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -222,11 +178,10 @@ class _Launch:
             while not running.done():
                 wait([running], _LOOK_SECONDS)
                 self._show()
-                self._handle_signals(agent)
+                self._forward_signal(agent)
         self._show()
-        for pid in _pids(agent):
-            # A group may outlive its leader.
-            end_group(pid)
+        # A group may outlive its leader.
+        _end_groups(agent)
         # Not raised here: a reference cycle of traceback and frame would keep the store alive.
         if error := running.exception():
             return _End(error=self._of_rendezvous(error))
@@ -237,21 +192,19 @@ class _Launch:
 
     def _of_rendezvous(self, error: BaseException) -> BaseException:
         from torch.distributed import DistError
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
         where, rendezvous = f"--rendezvous {self._hosts.rendezvous}", self._rendezvous
-        if self._signals.number:
-            return self._signals.error()
+        if self._signal:
+            return self._signal_error()
         if isinstance(error, RendezvousTimeoutError):
             kind = TrainingFailed if rendezvous.attempt else InputError
             return kind(
                 f"{where}: {rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or wait "
                 "longer with --rendezvous-timeout"
             )
-        if isinstance(error, RendezvousClosedError):
-            return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the other hosts'}")
         if isinstance(error, (RendezvousError, DistError)):
-            return InputError(f"{where}: the first host is gone; see its output")
+            return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the first host'}")
         return error
 
     def _show(self) -> None:
@@ -261,14 +214,21 @@ class _Launch:
                 self._console.replay(self._line)
                 self._line = ""
 
-    def _handle_signals(self, agent: "LocalElasticAgent") -> None:
+    # --- the user's signals ---------------------------------------------------------------------------------------
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._is_urgent = self._is_urgent or (self._signal is not None and number == signal.SIGINT)
+        self._signal = self._signal or number
+
+    def _signal_error(self) -> BaseException:
+        assert self._signal is not None
+        return KeyboardInterrupt() if self._signal == signal.SIGINT else Stopped(self._signal)
+
+    def _forward_signal(self, agent: "LocalElasticAgent") -> None:
         """Forward the user's signal once all ranks are ready; they stop after the same step."""
-        if not self._signals.number:
-            return
-        if self._signals.at_once:
-            for pid in _pids(agent):
-                end_group(pid)
-        if self._is_forwarded:
+        if self._is_urgent:
+            _end_groups(agent)
+        if self._signal is None or self._is_forwarded:
             return
         ready = ready_ranks(self._folder)
         ended = {int(path.name.partition("-")[2]) for path in self._folder.glob("outcome-*")}
@@ -277,45 +237,36 @@ class _Launch:
             self._rendezvous.end_run("the user stopped the run")
             for pid in ready.values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, self._signals.number)
+                    os.kill(pid, self._signal)
 
     # --- how an attempt ended -------------------------------------------------------------------------------------
 
     def _ended_ranks(self, agent: "LocalElasticAgent", result: "RunResult") -> list[_EndedRank]:
         ended = []
         for worker in agent.get_worker_group().workers:
-            failure, outcome = result.failures.get(worker.global_rank), {}
+            outcome = Outcome(kind="killed", message="", value=None, time=time.time())
             with contextlib.suppress(OSError):
-                outcome = json.loads((self._folder / f"outcome-{worker.local_rank}").read_text(encoding="utf-8"))
-            value = pickle.loads(base64.b64decode(outcome["value"])) if outcome else None
-            ended.append(
-                _EndedRank(
-                    rank=worker.global_rank,
-                    local_rank=worker.local_rank,
-                    name=f"rank {worker.global_rank} ({self._names[worker.local_rank]}, process {worker.id})",
-                    exit_code=failure.exitcode if failure else 0,
-                    kind=outcome.get("kind", ""),
-                    message=outcome.get("message", ""),
-                    value=value,
-                    time=outcome.get("time", time.time()),
-                )
-            )
+                outcome = pickle.loads((self._folder / f"outcome-{worker.local_rank}").read_bytes())
+            failure = result.failures.get(worker.global_rank)
+            name = f"rank {worker.global_rank} ({self._names[worker.local_rank]}, process {worker.id})"
+            code = failure.exitcode if failure else 0
+            ended.append(_EndedRank(**vars(outcome), local_rank=worker.local_rank, name=name, exit_code=code))
         return ended
 
     def _judge(self, ranks: list[_EndedRank]) -> _End:
         """Find the first cause, and whether another attempt makes sense."""
-        signals, hosts = self._signals, self._rendezvous
+        hosts = self._rendezvous
         if all(rank.kind == "done" for rank in ranks):
             return _End(value=ranks[0].value)
-        if signals.at_once:
+        if self._is_urgent:
             return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")
         if refused := [rank for rank in ranks if rank.kind == "error"]:
             # Usually all have raised the same error; report that of the lowest rank.
             return _End(error=refused[0].value, reason=refused[0].message)
         if cause := self._cause(ranks):
             return self._explain(cause, ranks)
-        if signals.number:
-            return _End(error=signals.error(), reason="the user stopped the run")
+        if self._signal:
+            return _End(error=self._signal_error(), reason="the user stopped the run")
         first = min(ranks, key=lambda rank: rank.time)
         if first.kind == "stopped":
             # Another host may have stopped the ranks to let a new host in.
@@ -332,14 +283,14 @@ class _Launch:
         """Return the rank that ended first: not because of another rank, nor by a signal of the user or the agent."""
         if crashed := [rank for rank in ranks if rank.kind in ("crash", "memory")]:
             return min(crashed, key=lambda rank: rank.time)
-        silenced = [rank for rank in ranks if not rank.kind and rank.exit_code not in (0, -signal.SIGTERM)]
-        if died := [rank for rank in silenced if rank.exit_code != -signal.SIGKILL]:
+        killed = [rank for rank in ranks if rank.kind == "killed" and rank.exit_code not in (0, -signal.SIGTERM)]
+        if died := [rank for rank in killed if rank.exit_code != -signal.SIGKILL]:
             return died[0]
         # The agent kills ranks, too, but only after others have waited for it.
-        is_by_agent = any(rank.kind and time.time() - rank.time > _KILL_SECONDS for rank in ranks)
+        is_by_agent = any(rank.kind != "killed" and time.time() - rank.time > _KILL_SECONDS for rank in ranks)
         is_for_silence = any(rank.kind == "silent" for rank in ranks)
-        is_cause = silenced and not self._signals.number and (is_for_silence or not is_by_agent)
-        return silenced[0] if is_cause else None
+        is_cause = killed and not self._signal and (is_for_silence or not is_by_agent)
+        return killed[0] if is_cause else None
 
     def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> _End:
         """Describe what happened to a rank, its position in training, a possible fix, and the end of its log."""
@@ -350,7 +301,7 @@ class _Launch:
         if cause.kind == "memory":
             reason = f"ran out of memory {position}: {cause.message}"
             advice = " A smaller batch_size or more devices need less memory on each."
-        elif cause.kind:
+        elif cause.kind == "crash":
             reason = f"failed {position}: {cause.message}"
         elif hung := _HUNG.search(text):
             reason = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
@@ -367,8 +318,10 @@ class _Launch:
             log = output.readlink() if output.is_symlink() else "its output"
             tail = "\n  ".join([f" The last lines of {log}:", *text.splitlines()[-_TAIL_LINES:]])
         error = TrainingFailed(f"{reason}; the other ranks were ended.{advice}{tail}")
-        return _End(error=error, reason=reason, may_restart=not self._signals.number)
+        return _End(error=error, reason=reason, may_restart=not self._signal)
 
 
-def _pids(agent: "LocalElasticAgent") -> list[int]:
-    return [worker.id for worker in agent.get_worker_group().workers if worker.id]
+def _end_groups(agent: "LocalElasticAgent") -> None:
+    for worker in agent.get_worker_group().workers:
+        if worker.id:
+            end_group(worker.id)

@@ -1,15 +1,11 @@
 """One rank of a run: its process, started by the launcher, and its watchdog.
 
-The launcher's private folder holds the payload. Each rank adds its output (`output-N`, later a link to its log), its
-position in training (`position-N`), `ready-N-PID` once it handles signals, its outcome (`outcome-N`, in the format of
-torch's error files), and rank 0 its display events (`display`). N is the local rank. All pickles in the folder come
-from processes of this run.
+The launcher's private folder holds the payload. The rank with local rank N adds its `output-N`, later a link to its
+log, `position-N` in training, `ready-N-PID` once it handles signals, `outcome-N`, and rank 0 its display events.
 """
 
-import base64
 import contextlib
 import faulthandler
-import json
 import mmap
 import os
 import pickle
@@ -21,12 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flatout.distributed.environment import DEVICE, restart_count
 from flatout.utils.console import Console, Relay
-from flatout.utils.errors import FAILED, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
 from flatout.utils.files import write_atomically
 
 _LOOK_SECONDS = 0.5
@@ -39,24 +36,36 @@ class PeerSilent(RankLost):
     """Another rank did not take part in a collective operation in time."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the function of a rank ended, when, and its result or the exception to raise.
+
+    "lost" and "silent" have a cause in another rank, "error" is for the user to read; a rank that has written nothing
+    was killed.
+    """
+
+    kind: Literal["done", "stopped", "lost", "silent", "error", "memory", "crash", "killed"]
+    message: str
+    value: Any
+    time: float
+
+
 class Watch:
     """The watchdog thread: ends this rank when its parent process has ended, or when it makes no progress.
 
     The timeout is that of `faulthandler`, which also interrupts C code and writes the stack to stderr. It applies from
     the first training step on, except while the rank waits for others.
-
-    Attributes:
-        limit: seconds without progress after which the process ends with code 1; None for no limit.
-        has_left: whether the rank has left the others properly.
     """
 
     def __init__(self, folder: Path | None = None, local_rank: int = 0) -> None:
+        # Seconds without progress after which the process ends with code 1.
         self.limit: float | None = None
+        # Whether the rank has left the others properly.
         self.has_left = False
         self._folder, self._thread = folder, None
         self._has_begun = False
         self._progress = self._pauses = 0
-        self._position: Any = bytearray(_POSITION.size)
+        self._position: bytearray | mmap.mmap = bytearray(_POSITION.size)
         if folder:
             path = folder / f"position-{local_rank}"
             path.write_bytes(_POSITION.pack(-1, 0))
@@ -123,10 +132,9 @@ def end_group(pid: int) -> None:
 
 def read_position(folder: Path, local_rank: int) -> str:
     """Return the position of a rank, for messages."""
-    try:
+    epoch = -1
+    with contextlib.suppress(OSError, struct.error):
         epoch, step = _POSITION.unpack((folder / f"position-{local_rank}").read_bytes())
-    except (OSError, struct.error):
-        return "while starting"
     return f"in epoch {epoch + 1}, step {step}" if epoch >= 0 else "while starting"
 
 
@@ -169,6 +177,8 @@ def main() -> int:
 
     It is 0 if the agent need not end the other ranks: the function has returned, or this rank has left them.
     """
+    import cloudpickle
+
     global _watch
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     output = folder / f"output-{local_rank}"
@@ -177,32 +187,31 @@ def main() -> int:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     # Only of the crashed thread: the stacks of all would hide the last lines of the log.
     faulthandler.enable(all_threads=False)
-    payload: dict[str, Any] = pickle.loads((folder / "payload").read_bytes())
+    launcher, call, has_display, has_bar, lines = pickle.loads((folder / "payload").read_bytes())
     _watch = Watch(folder, local_rank)
-    _watch.start(payload["launcher"])
-    is_shown = rank == 0 and payload["has_display"]
-    display = Relay(folder / "display", has_bar=payload["has_bar"]) if is_shown else None
-    console = _RankConsole(output, rank, display, payload["lines"] if rank == restart_count() == 0 else [])
+    _watch.start(launcher)
+    display = Relay(folder / "display", has_bar=has_bar) if rank == 0 and has_display else None
+    console = _RankConsole(output, rank, display, lines if rank == restart_count() == 0 else [])
     ready = folder / f"ready-{local_rank}-{os.getpid()}"
-    kind, message, value = _run(payload["call"], console, ready)
+    outcome = _run(call, console, ready)
     console.close()
-    _report(folder / f"outcome-{local_rank}", kind, message, value)
+    write_atomically(folder / f"outcome-{local_rank}", cloudpickle.dumps(outcome))
     ready.unlink(missing_ok=True)
     # On several hosts, a stop may also be part of a restart, which only the launcher can distinguish.
-    has_left = _watch.has_left and not (kind == "stopped" and os.environ["GROUP_WORLD_SIZE"] != "1")
-    code = 0 if kind == "done" or has_left else exit_code(value) if value else FAILED
+    has_left = _watch.has_left and not (outcome.kind == "stopped" and os.environ["GROUP_WORLD_SIZE"] != "1")
+    code = 0 if outcome.kind == "done" or has_left else exit_code(outcome.value)
     timer = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()
     return code
 
 
-def _run(call: bytes, console: Console, ready: Path) -> tuple[str, str, Any]:
-    """Call the function; return the kind of outcome, its message, and the value or the exception for the launcher."""
+def _run(call: bytes, console: Console, ready: Path) -> Outcome:
+    """Call the function, and tell how it ended."""
     raised: list[BaseException] = []
     is_running = True
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         nonlocal is_running
         if is_running:
             is_running = False
@@ -216,28 +225,22 @@ def _run(call: bytes, console: Console, ready: Path) -> tuple[str, str, Any]:
                 signal.signal(number, stop)
             ready.touch()
             function, arguments = pickle.loads(call)
-            return "done", "", function(console, *arguments)
+            return Outcome(kind="done", message="", value=function(console, *arguments), time=time.time())
         finally:
             # The outcome is written next, which is fast.
             is_running = False
     except BaseException as error:
         # torch's imports, for one, turn an exception that a signal raises into another one.
         error = raised[0] if raised else error
-        text = "".join(traceback.format_exception_only(error)).strip()
+        value, message = error, str(error)
         if isinstance(error, (Stopped, KeyboardInterrupt)):
-            return "stopped", text, error
-        if isinstance(error, RankLost):
-            return "silent" if isinstance(error, PeerSilent) else "lost", str(error), error
-        if isinstance(error, (InputError, TrainingFailed)):
-            return "error", str(error), error
-        traceback.print_exc()
-        return "memory" if is_out_of_memory(error) else "crash", text, None
-
-
-def _report(outcome: Path, kind: str, message: str, value: Any) -> None:
-    """Write an outcome with the keys of torch's error files, and ours."""
-    import cloudpickle
-
-    pickled, now = base64.b64encode(cloudpickle.dumps(value)).decode(), time.time()
-    report = {"message": message, "timestamp": str(int(now)), "kind": kind, "time": now, "value": pickled}
-    write_atomically(outcome, json.dumps(report).encode())
+            kind = "stopped"
+        elif isinstance(error, RankLost):
+            kind = "silent" if isinstance(error, PeerSilent) else "lost"
+        elif isinstance(error, (InputError, TrainingFailed)):
+            kind = "error"
+        else:
+            traceback.print_exc()
+            kind, value = "memory" if is_out_of_memory(error) else "crash", None
+            message = "".join(traceback.format_exception_only(error)).strip()
+        return Outcome(kind=kind, message=message, value=value, time=time.time())

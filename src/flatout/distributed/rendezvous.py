@@ -33,14 +33,11 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Rendezvous(RendezvousHandler):
-    """The rendezvous on a single host: a file in the launcher's private folder, new in each attempt.
+    """The rendezvous on a single host: a file in the launcher's private folder, new in each attempt."""
 
-    Attributes:
-        attempt: the number of earlier starts of the ranks, equal on all hosts.
-        is_waiting: whether this host waits for others.
-    """
-
+    # Whether there may be several hosts, and whether this one waits for others.
     are_several = is_waiting = False
+    # Earlier starts of the ranks, equal on all hosts.
     attempt = -1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -70,7 +67,7 @@ class Rendezvous(RendezvousHandler):
         """End the run on all hosts; the first reason counts."""
 
     def reason(self, seconds: float = 0.0) -> str:
-        """Return the reason why a host has ended the run, after a short wait; empty if none has."""
+        """Return why a host has ended the run, for which it may wait; empty if none has."""
         return ""
 
     def missing(self) -> str:
@@ -82,11 +79,7 @@ class Rendezvous(RendezvousHandler):
 
 
 class SeveralHosts(Rendezvous):
-    """torch's rendezvous over a store that flatout opens on one address; the ranks use the same store.
-
-    Raises:
-        InputError: the store cannot be opened or reached, or the hosts disagree on --nodes.
-    """
+    """torch's rendezvous over a store that flatout opens on one address; the ranks use the same store."""
 
     are_several = True
 
@@ -217,8 +210,9 @@ class RankFiles(LogsSpecs):
         own = {**self._variables, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         if not self._rendezvous.are_several:
             own[STORE] = str(folder / f"store-{attempt}")
-        outcomes = {i: str(folder / f"outcome-{i}") for i in envs}
+        # Never written: the ranks write outcomes.
+        errors = {i: str(folder / f"error-{i}") for i in envs}
         for i, variables in envs.items():
-            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": outcomes[i]}
+            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": errors[i]}
         # Ranks write their output to files themselves, because torch does not close its log files.
-        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=outcomes)
+        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=errors)

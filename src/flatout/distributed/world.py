@@ -1,7 +1,6 @@
 """The ranks of a run, one process per device, their collective operations, and control flags.
 
-Hosts and GPUs communicate by torch.distributed; CPU ranks of one host by shared memory (`shared_memory.py`), which is
-ten times as fast as TCP over loopback.
+Hosts and GPUs communicate by torch.distributed, CPU ranks of one host by shared memory.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntFlag
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -23,7 +23,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
 from flatout.distributed.rank import PeerSilent, current_watch
 from flatout.distributed.shared_memory import Bucket, SharedMemory
-from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, first_line
 
 Value = TypeVar("Value")
 
@@ -34,7 +34,7 @@ _PATIENCE = datetime.timedelta(hours=12)
 
 
 class Flag(IntFlag):
-    """Requests of a rank to all: fetch the running loss, write a checkpoint, end the run, or change its length."""
+    """Requests of a rank to all: fetch the running loss, write a checkpoint, end or replan the run."""
 
     NONE = 0
     LOSS = 1
@@ -45,6 +45,7 @@ class Flag(IntFlag):
 
 
 FLAGS = tuple(Flag)
+_SIGNALS = Flag.INTERRUPT | Flag.TERMINATE
 # Ranks on accelerators read the flags this many steps later, to avoid synchronisation.
 LAG = 8
 
@@ -52,18 +53,15 @@ LAG = 8
 class Control:
     """The control flags of one rank, known to every rank after the same step.
 
-    They are sent with the gradients: the engine appends `outgoing` to the step's own all-reduce.
-
-    Attributes:
-        outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
-        incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
-        stop: the signals that this process has received, INTERRUPT and TERMINATE; requested with every step.
+    They are sent with the gradients: the engine adds up `outgoing`, float32 [flags] on the device, over the ranks in
+    the step's own all-reduce, and writes the sum to `incoming`.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
+        # `stop` are the signals that this process has received; they are requested with every step.
         self._requested = self._received = self.stop = Flag.NONE
-        self._stop_signals = Flag.INTERRUPT | Flag.TERMINATE
+        self._stop_signals = _SIGNALS
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
@@ -94,11 +92,7 @@ class Control:
         self._sums.append((sums, event))
 
     def check_stop(self) -> None:
-        """Stop a pass without gradients if a rank has received a signal. All ranks must call this equally often.
-
-        Raises:
-            Stopped: on every rank after the same call.
-        """
+        """Raise `Stopped` in a pass without gradients if a rank has received a signal; all ranks call this together."""
         stop = self.stop
         if self._world.is_joined:
             self.request(Flag.NONE)
@@ -106,7 +100,7 @@ class Control:
             self.end_step()
             stop = self.received()
             # Requests of the last training steps are for the loop.
-            self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
+            self._received |= stop & ~_SIGNALS
         if stop := stop & self._stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
@@ -116,10 +110,7 @@ class Control:
             self._received |= flags
 
     def received(self) -> Flag:
-        """Return the union of all ranks' requests in the steps since the last call.
-
-        The result is the same on every rank after the same step; on accelerators it is `LAG` steps old.
-        """
+        """Return all ranks' requests in the steps since the last call; `LAG` steps late on accelerators."""
         if not self._world.is_joined:
             return self._requested | self.stop
         while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
@@ -135,19 +126,8 @@ class Control:
 class World:
     """The ranks of a run, seen from one of them.
 
-    Attributes:
-        rank, size: this process among all.
-        local_rank, local_size: this process among those of its host.
-        is_joined: whether the ranks have met. Until then this rank is alone, and every call returns at once.
-        backend: the all-reduce backend: "", "memory", "gloo" or "nccl".
-        control: the flags by which ranks request a checkpoint or the end of the run.
-        watch: ends this rank when it hangs.
-        timeout: the seconds for which a collective of tensors waits for the other ranks.
-        seconds: time spent in sums, including the wait for other ranks.
-
-    Args:
-        launched: the rank of this process; None if it is alone.
-        local_size: the processes that share this host, if it is alone.
+    Until the ranks have met (`is_joined`), or without `launched`, this one is alone, and every call returns at once.
+    `local_size` is the number of processes that share this host, if it is alone.
     """
 
     def __init__(
@@ -158,9 +138,12 @@ class World:
         self.local_rank = launched.local_rank if launched else 0
         self.local_size = launched.local_size if launched else local_size
         self.device = device or torch.device("cpu")
+        # What adds up tensors: "memory", "gloo" or "nccl".
         self.backend = ""
         self.is_joined = False
+        # Time spent in sums, including the wait for other ranks.
         self.seconds = 0.0
+        # Seconds for which a collective of tensors waits for the other ranks.
         self.timeout = HANG_TIMEOUT + _MARGIN_SECONDS
         self.watch = current_watch()
         self.control = Control(self)
@@ -254,16 +237,7 @@ class World:
     # --- joining and leaving --------------------------------------------------------------------------------------
 
     def join(self, launched: Launched, *, shares_gpu: bool = False, hang_timeout: float = HANG_TIMEOUT) -> None:
-        """Meet the other ranks.
-
-        Args:
-            launched: the address where they meet, and the rank of this process.
-            shares_gpu: whether several ranks of this host use one GPU, which NCCL refuses.
-            hang_timeout: seconds without progress after which a rank is ended.
-
-        Raises:
-            InputError: other ranks are missing, or another launcher's process group has other ranks.
-        """
+        """Meet the other ranks; `shares_gpu` if several of this host use one GPU, which NCCL refuses."""
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
         # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
@@ -287,7 +261,7 @@ class World:
                 store = PrefixStore(f"attempt_{restart_count()}", _open_store(launched))
                 dist.init_process_group(name, timeout=timeout, store=store, rank=self.rank, world_size=self.size)
             except (dist.DistError, RuntimeError) as error:
-                raise InputError(f"{launched.where}: the ranks did not meet: {str(error).splitlines()[0]}") from None
+                raise InputError(f"{_place(launched)}: the ranks did not meet: {first_line(error)}") from None
             self._owns_group = True
         self._objects = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.is_joined = True
@@ -323,7 +297,7 @@ class World:
                 seconds = time.monotonic() - began
                 if seconds >= self.timeout:
                     raise PeerSilent(f"rank {self.rank} waited {seconds:.0f} s in {collective}") from error
-                raise RankLost(f"rank {self.rank} lost touch with the others: {str(error).splitlines()[0]}") from error
+                raise RankLost(f"rank {self.rank} lost touch with the others: {first_line(error)}") from error
 
 
 ALONE = World()
@@ -339,9 +313,14 @@ def _open_store(launched: Launched) -> Store:
         return serve_store(launched.address, launched.port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
-            raise InputError(f"{launched.where}: {error.strerror}") from None
+            raise InputError(f"{_place(launched)}: {error.strerror}") from None
         # A virtual address, such as that of a Kubernetes service.
         return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
+
+
+def _place(launched: Launched) -> str:
+    """Return the address of the store, for messages."""
+    return os.environ.get(STORE) or f"MASTER_ADDR {launched.address}, MASTER_PORT {launched.port}"
 
 
 def serve_store(address: str, port: int) -> TCPStore:
@@ -357,8 +336,6 @@ def serve_store(address: str, port: int) -> TCPStore:
 
 def interface_to(address: str, port: int) -> str:
     """Return the name of the network interface from which this host reaches an address."""
-    import psutil
-
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # This looks up the route; no packet is sent.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.engine.xla.devices import tpu_count
+from flatout.engine.xla.devices import require, tpu_count
 from flatout.utils.errors import InputError
 from flatout.utils.host import processor_name, usable_cores
 
@@ -119,7 +119,7 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
     """Resolve a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) to devices of this host; `auto` is all of the best kind.
 
     A CPU runs any number of processes; a GPU may be listed twice, which is slow but useful for tests. With the XLA
-    engine, several CPU devices are simulated; JAX is started only for `auto` without TPUs.
+    engine, several CPU devices are simulated; JAX is not started.
 
     Raises:
         InputError: the SPEC does not parse, or names more devices than there are.
@@ -149,17 +149,12 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
 
 
 def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
-    from flatout.engine.xla.devices import gpu_count, require
-
     require()
     tpus = tpu_count()
     if kind == "auto":
-        gpus = 0 if tpus else gpu_count()
-        kind, indices = "tpu" if tpus else "cuda" if gpus else "cpu", tuple(range(tpus or gpus or 1))
-    if kind == "mps" or (kind == "cpu" and len(indices) > MAX_SIMULATED):
-        raise InputError(
-            f"--devices {spec}: XLA supports TPUs, CUDA and at most {MAX_SIMULATED} simulated devices here"
-        )
+        kind, indices = ("tpu", tuple(range(tpus))) if tpus else ("cpu", (0,))
+    if kind not in ("cpu", "tpu") or (kind == "cpu" and len(indices) > MAX_SIMULATED):
+        raise InputError(f"--devices {spec}: XLA supports TPUs and at most {MAX_SIMULATED} simulated devices (8xcpu)")
     if kind == "tpu" and not tpus:
         raise InputError(
             f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "

@@ -6,7 +6,6 @@ Shape letters: N samples, T steps of one dispatch, B batch, H height, W width, C
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,46 +18,23 @@ from flatout.engine.augment import NOT_AUGMENTED, Transforms, epoch_transforms
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import DeviceBatch
+from flatout.engine.xla.program import DeviceBatch, Evaluated
 from flatout.utils.host import available_memory
 
 if TYPE_CHECKING:
     from flatout.engine.xla.engine import XlaEngine
-    from flatout.engine.xla.program import Evaluated
 
+# Dispatches in flight: enough to keep the devices busy.
+RUN_AHEAD = 4
 
-_PER_SAMPLE = ("images", "targets", "weights", "transforms", "partners")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HostBatches:
-    """This process's part of the consecutive batches of one dispatch: see `DeviceBatch`, with a leading dimension T."""
-
-    batches: Sequence[Batch]  # of all processes
-    images: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    transforms: Transforms | None
-    partners: tuple[np.ndarray, np.ndarray, Transforms] | None
-
-    def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> DeviceBatch:
-        """Return one step of T, with its learning rate and seed; or all of them, by a slice."""
-        rates, words = np.array(learning_rates, np.float32), np.array(seeds, np.uint64)
-        halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
-        is_one = isinstance(step, int)
-        return DeviceBatch(
-            **{name: jax.tree.map(lambda array: array[step], getattr(self, name)) for name in _PER_SAMPLE},
-            learning_rate=rates[0] if is_one else rates,
-            seed=halves[0] if is_one else halves,
-        )
+# The batches of one dispatch, those of all processes; and this process's part of each array, with a leading T.
+Group = tuple[Sequence[Batch], DeviceBatch]
 
 
 def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> tuple[Split, jax.Array | None]:
     """Copy a split's images to every device if they fit, else to host memory, else leave them on disk.
 
-    Returns:
-        The split on the host; and its images on the devices, uint8 or uint16 [N, H, W, C], or None. Simulated devices
-        share the host's memory, so their batches are read from there.
+    Simulated devices share the host's memory, so their batches are read from there.
     """
     is_resident = wanted == "device"
     if wanted == "auto" and sharding.devices[0].platform != "cpu":
@@ -73,6 +49,11 @@ def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> 
     return samples, None
 
 
+def _free_bytes(device: Any) -> int:
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+
 def read_batches(
     samples: Split,
     batches: Sequence[Batch],
@@ -83,20 +64,16 @@ def read_batches(
     targets: np.ndarray,
     transforms: Transforms | None = None,
     sample_weights: np.ndarray | None = None,
-) -> HostBatches:
-    """Read this process's part, `own`, of the batches of all processes.
+) -> Group:
+    """Read this process's part, `own`, of batches of `size` samples; padding copies a batch's first sample.
 
-    Args:
-        size: samples that all devices share equally; padding copies a batch's first sample.
-        is_resident: whether the images are on the devices, so that row indices suffice.
-        targets: those of all samples; see `Task.targets`.
-        transforms: the epoch's augmentation tables.
-        sample_weights: see `Task.sample_weights`.
+    Row numbers take the place of images that are on the devices (`is_resident`). The other arrays have a row for each
+    sample of the split.
     """
     rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
     weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
 
-    def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
+    def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Transforms | None]:
         """Return images, targets and transforms of samples [T, B]."""
         images = rows.astype(np.int32)
         if not is_resident:
@@ -107,8 +84,7 @@ def read_batches(
         return images, own, transforms and {n: t[rows] for n, t in transforms.items()}
 
     images, own_targets, own_transforms = at(rows)
-    return HostBatches(
-        batches=batches,
+    return batches, DeviceBatch(
         images=images,
         targets=own_targets,
         weights=(weights if sample_weights is None else weights * sample_weights[rows]).astype(np.float32),
@@ -117,34 +93,18 @@ def read_batches(
     )
 
 
-def _free_bytes(device: Any) -> int:
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-
-
-# Dispatches in flight: enough to keep the devices busy.
-RUN_AHEAD = 4
-# Maximum bytes of images in flight to each device, unless two batches are larger.
-IN_FLIGHT_BYTES = 256 * 2**20
-
-
 class XlaDataset:
-    """One split of the data; see `DeviceDataset`.
-
-    Attributes:
-        table: [N, ...], the network's inputs on every device; None if they are streamed from the host.
-        batch: samples in a training batch, without padding.
-        run_ahead: the maximum number of dispatches in flight.
-    """
+    """One split of the data; see `DeviceDataset`."""
 
     def __init__(self, engine: "XlaEngine", samples: Split) -> None:
         self._engine, self.samples = engine, samples
         self.targets = engine.task.targets(samples.labels)
         self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
+        # The samples of a training batch, without padding.
         self.batch = min(engine.recipe.batch_size, len(samples))
         self._transforms: Transforms | None = None
-        self._pending: list[tuple[HostBatches, int, float, int]] = []
-        # The network's input by view of the images.
+        self._pending: list[tuple[Group, int, float, int]] = []
+        # The network's inputs by view of the images: in memory, and on every device, unless they are streamed.
         self._views: dict[int, tuple[Split, jax.Array | None]] = {}
         if engine.cut is None:
             self._read_view(NOT_AUGMENTED, None)
@@ -156,9 +116,8 @@ class XlaDataset:
             read = engine.features(self.samples, transforms) if engine.cut else self.samples
             self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
         self._read, self.table = self._views[view]
-        each = engine.sharding.padded(self.batch) // engine.sharding.size
-        image_bytes = self._read.nbytes // len(self._read) if self.table is None else 0
-        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
+        # Images that are streamed would be waited for.
+        self._steps = 1 if self.table is None else engine.steps_per_dispatch
 
     def compile(self) -> None:
         self.begin_epoch(0)
@@ -169,7 +128,6 @@ class XlaDataset:
                 f"{engine.sharding.size} devices: {padding / program.batch:.0%} of the computation is wasted"
             )
         if self._steps > 1:
-            engine.report(f"{self._steps} steps per dispatch")
             engine.compiled(program, self.table, steps=self._steps)
         engine.compiled(program, self.table)
 
@@ -182,7 +140,7 @@ class XlaDataset:
         else:
             self._transforms = transforms
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
+    def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[Group, int]]:
         """See `DeviceDataset.feed`. A thread prefetches all batches of a dispatch into one array."""
         world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
         if self.table is None:
@@ -190,10 +148,10 @@ class XlaDataset:
         items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
         for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
-            for step in range(len(group.batches)):
+            for step in range(len(group[0])):
                 yield group, step
 
-    def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], HostBatches]:
+    def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], Group]:
         return functools.partial(
             read_batches,
             self._read,
@@ -205,16 +163,16 @@ class XlaDataset:
             sample_weights=self._sample_weights if is_training else None,
         )
 
-    def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
+    def train_step(self, inputs: tuple[Group, int], learning_rate: float, seed: int) -> None:
         """See `DeviceDataset.train_step`. Steps wait until their dispatch is full."""
-        group, step = inputs
+        (batches, _), step = inputs
         if self._engine.recorder:
-            batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
+            batch, own = batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
             samples = batch.samples[own.start : min(own.stop, batch.count)]
             tables = self._transforms or {}
             self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
-        self._pending.append((group, step, learning_rate, seed))
-        if step == len(group.batches) - 1:
+        self._pending.append((*inputs, learning_rate, seed))
+        if step == len(batches) - 1:
             self.flush()
 
     def flush(self) -> None:
@@ -224,12 +182,17 @@ class XlaDataset:
             return
         if self._engine.world.is_joined:
             self._engine.world.control.exchange()
+        groups, steps, rates, seeds = zip(*pending, strict=True)
+        words = np.array(seeds, np.uint64)
+        halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+        inputs = groups[0][1]._replace(learning_rate=np.array(rates, np.float32), seed=halves)
         if len(pending) == self._steps > 1:
-            _, _, rates, seeds = zip(*pending, strict=True)
-            self._engine.train(self, pending[0][0].inputs(slice(None), rates, seeds), self._steps)
-        else:
-            for group, step, rate, seed in pending:
-                self._engine.train(self, group.inputs(step, [rate], [seed]), None)
+            self._engine.train(self, inputs, self._steps)
+            return
+        for number, step in enumerate(steps):
+            one = jax.tree.map(lambda array, step=step: array[step], groups[number][1])
+            one = one._replace(learning_rate=inputs.learning_rate[number], seed=halves[number])
+            self._engine.train(self, one, None)
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
@@ -256,13 +219,13 @@ class XlaDataset:
         kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
         loss_sum = 0.0
 
-        def results() -> "Iterator[tuple[Evaluated, int]]":
+        def results() -> Iterator[tuple[Evaluated, int]]:
             """Yield the results of batches, some of which are in flight, and their samples."""
-            waiting = deque[Any]()
+            waiting = deque[tuple[Evaluated, int]]()
             read = self._reader(size, is_training=False)
-            for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
+            for batches, inputs in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
                 engine.world.control.check_stop()
-                waiting.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
+                waiting.append((engine.evaluate(self, program, inputs, tta=tta), batches[0].count))
                 if len(waiting) > RUN_AHEAD:
                     yield waiting.popleft()
             yield from waiting
@@ -278,17 +241,6 @@ class XlaDataset:
             tables["predicted"] = tables["predicted"].astype(np.int64)
         tables = {"probabilities": None, **tables}
         return Evaluation(**tables, task=engine.task, loss_sum=loss_sum, labels=self.samples.labels)
-
-
-def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
-    """Return the steps per dispatch, at most `steps`, and the maximum dispatches in flight.
-
-    The images of a batch, `batch_bytes` on each device, stay within `IN_FLIGHT_BYTES`; they are 0 if they need no copy.
-    """
-    if not batch_bytes:
-        return steps, RUN_AHEAD
-    steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
-    return steps, max(2, min(RUN_AHEAD, IN_FLIGHT_BYTES // (steps * batch_bytes)))
 
 
 def fetch(array: jax.Array) -> np.ndarray:

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import cache_folder
+from flatout.distributed.environment import launched
 from flatout.utils.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
-# JAX's platforms for our kinds of devices, always with the host's processors.
-_PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "cuda": "cuda,cpu"}
-# Programs that compile faster are not cached.
-CACHED_SECONDS = 0.5
 
 # PCI device IDs of TPU chips (Google is vendor 0x1ae0), and JAX's devices per chip: v2 and v3, v4, v5p, v5e, v6e, v7x.
 # From jax/_src/hardware_utils.py.
@@ -41,37 +38,20 @@ def tpu_count(root: Path = Path("/")) -> int:
 
 
 def require() -> None:
-    """Check that the engine's packages are installed.
-
-    Raises:
-        InputError: one is missing, or their versions are incompatible.
-    """
+    """Check that the engine's packages are installed, in versions that fit."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in ("jax", "optax", "flatout.engine.xla.function"):
-                importlib.import_module(name)
+            importlib.import_module("jax")
             importlib.import_module("flatout.engine.xla.function").import_lowerings()
     except Exception as error:  # incompatible versions fail in their own ways
         raise InputError(f"--engine xla: {first_line(error)}; install what it needs: {INSTALL}") from error
 
 
 def require_compiler() -> None:
-    """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported."""
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
-
-
-def gpu_count() -> int:
-    """Return the number of GPUs that JAX finds on this host."""
-    require()
-    with contextlib.suppress(RuntimeError):
-        return len(_local_devices("cuda", None))
-    return 0
 
 
 def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list[Any]:
@@ -79,8 +59,6 @@ def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list
 
     Every host's process must call it, before anything else starts JAX there.
     """
-    from flatout.distributed.environment import launched
-
     require()
     import jax
 
@@ -110,67 +88,51 @@ def _reserved_port(address: str) -> Iterator[int]:
 
 
 def find(kind: str, indices: Sequence[int]) -> list[Any]:
-    """Return devices of a kind: `cpu` (simulated on this machine's cores), `tpu` or `cuda`.
-
-    Raises:
-        InputError: too few are available, or another process uses them.
-    """
+    """Return devices of this host: `tpu`, or `cpu`, which are simulated on its cores. This starts JAX."""
     require()
-    wanted, spec = max(indices) + 1, f"--devices {max(indices) + 1}x{kind}"
+    import jax
+
+    wanted = max(indices) + 1
     try:
-        found = _local_devices(kind, wanted)
+        with _settings(kind, wanted):
+            found = jax.local_devices(backend=kind)
     except RuntimeError as error:
-        raise InputError(explain(kind, str(error))) from error
-    if wanted > len(found) and kind == "cpu":
         raise InputError(
-            f"{spec}: JAX was started in this process with {len(found)} simulated device(s), which cannot change; "
-            f"start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
-        )
+            f"--devices {kind}: JAX finds no {kind.upper()} here ({first_line(error)}). A TPU can be used by one "
+            f"process at a time; a matching driver comes with {INSTALL}; to simulate devices: --devices 8xcpu"
+        ) from error
     if wanted > len(found):
-        raise InputError(f"{spec}: only {len(found)} available on this host")
+        fix = (
+            "JAX was started in this process with that number, which cannot change; start the process with "
+            f"JAX_NUM_CPU_DEVICES={wanted} in its environment"
+        )
+        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available; {fix if kind == 'cpu' else ''}")
     return [found[index] for index in indices]
 
 
-def explain(kind: str, error: str) -> str:
-    """Return a message with a fix for JAX's error about devices of a kind."""
-    driver = INSTALL if kind == "tpu" else "pip install jax[cuda13]"
-    return (
-        f"--devices {kind}: JAX finds no {kind.upper()} here ({error.strip().partition(chr(10))[0]}). A TPU can be "
-        f"used by one process at a time; a matching driver comes with {driver}; to simulate devices: --devices 8xcpu"
-    )
-
-
-def _local_devices(kind: str, count: int | None) -> list[Any]:
-    """Return this host's devices of a kind, which starts JAX; with at least `count` simulated ones."""
-    import jax
-
-    with _settings(None if count is None else kind, count or 1):
-        return jax.local_devices(backend=kind)
-
-
 @contextlib.contextmanager
-def _settings(kind: str | None, count: int) -> Iterator[None]:
+def _settings(kind: str, count: int) -> Iterator[None]:
     """Set JAX's start-up settings unless it has already started; they are restored afterwards."""
     import jax
 
     if not tpu_count():
         # libtpu would query the cloud's metadata server for minutes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # `find` and `kinds` explain errors to users.
+    # `find` explains errors to users.
     logger = logging.getLogger("jax._src.xla_bridge")
     config: Any = jax.config
     level, platforms, cpus = logger.level, config.jax_platforms, config.jax_num_cpu_devices
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_platforms", None if kind is None else _PLATFORMS[kind])
+            config.update("jax_platforms", "cpu" if kind == "cpu" else f"{kind},cpu")
             if kind == "cpu":
-                jax.config.update("jax_num_cpu_devices", max(count, cpus))
+                config.update("jax_num_cpu_devices", max(count, cpus))
         yield
     finally:
         logger.setLevel(level)
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_platforms", platforms)
+            config.update("jax_platforms", platforms)
 
 
 @contextlib.contextmanager
@@ -179,17 +141,14 @@ def compilation_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache as cache
 
-    folder, shortest = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    folder = "jax_compilation_cache_dir"
     if getattr(jax.config, folder) is not None:
         yield
         return
-    seconds = getattr(jax.config, shortest)
     jax.config.update(folder, str(cache_folder() / "xla"))
-    jax.config.update(shortest, CACHED_SECONDS)
     cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update(folder, None)
-        jax.config.update(shortest, seconds)
         cache.reset_cache()

@@ -23,7 +23,7 @@ from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
 from flatout.engine.base import Counts, Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.xla.batches import HostBatches, XlaDataset, fetch, read_batches
+from flatout.engine.xla.batches import RUN_AHEAD, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.functional import from_torch, to_torch
 from flatout.engine.xla.mesh import MeshSharding
@@ -42,19 +42,15 @@ from flatout.tasks import Task, task_of
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
-# Steps per dispatch on devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times
-# slower (github.com/jax-ml/jax, issue 12868), so every step is a separate program there.
+# On devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times slower
+# (github.com/jax-ml/jax, issue 12868), so every step is a separate program there.
 STEPS_PER_DISPATCH = 16
 
 
 class XlaEngine:
     """Trains a module on all devices of a mesh; see `Engine`, and `TorchEngine` for the arguments.
 
-    Args:
-        model: exported, never changed.
-        devices: the devices of all processes, grouped by process.
-        world: the processes, one per host.
-        steps_per_dispatch: steps per program call; None to choose by the devices.
+    `devices` are those of all processes, grouped by process; there is one process per host.
     """
 
     def __init__(
@@ -79,8 +75,8 @@ class XlaEngine:
         self.platform = devices[0].platform
         self.steps_per_dispatch = steps_per_dispatch or (1 if self.platform == "cpu" else STEPS_PER_DISPATCH)
         self.threads = physical_cores()
-        kind = {"gpu": "cuda"}.get(self.platform, self.platform)
-        self.device_names = [kind if kind == "cpu" else f"{kind}:{d.id}" for d in self.sharding.local_devices]
+        local = self.sharding.local_devices
+        self.device_names = ["cpu" if self.platform == "cpu" else f"{self.platform}:{d.id}" for d in local]
         self._precision = _precision(recipe.precision, self.platform)
         self.cut = before_head(model, head) if head else frozen_cut(model, recipe)
         if self.cut and not head:
@@ -115,10 +111,7 @@ class XlaEngine:
         return self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
 
     def program(self, batch: int, *, evaluates: bool = False) -> Program:
-        """Return the functions for training batches of a size, or any for evaluation.
-
-        The first call copies the state to the devices.
-        """
+        """Return the functions for training batches of a size, or any for evaluation; the first call puts the state."""
         batch = self.sharding.padded(batch)
         if self._program is None or (self._program.batch != batch and not evaluates):
             self._program = Program(
@@ -156,16 +149,16 @@ class XlaEngine:
     def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
         function = self.compiled(self.program(split.batch), split.table, steps=steps)
-        while len(self._in_flight) >= split.run_ahead:
+        while len(self._in_flight) >= RUN_AHEAD:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
         self._state, sums = function(self._state, put, *([] if split.table is None else [split.table]))
         self._sums.append(sums)
         self._in_flight.append(sums)
 
-    def evaluate(self, split: "XlaDataset", program: Program, group: HostBatches, *, tta: bool) -> Evaluated:
+    def evaluate(self, split: "XlaDataset", program: Program, inputs: DeviceBatch, *, tta: bool) -> Evaluated:
         """Enqueue one evaluation batch of a split."""
-        arrays = (group.images[0], group.targets[0], group.weights[0])
+        arrays = (inputs.images[0], inputs.targets[0], inputs.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
         return self.compiled(program, split.table, evaluates=True, tta=tta)(
             self._state, *put, *([] if split.table is None else [split.table])
@@ -187,16 +180,15 @@ class XlaEngine:
             targets=np.zeros(len(samples), np.float32),
             transforms=transforms,
         )
-        for group in prefetch(read, ([batch] for batch in evaluation_batches(len(samples), size))):
+        for batches, inputs in prefetch(read, ([batch] for batch in evaluation_batches(len(samples), size))):
             self.world.control.check_stop()
-            arrays = group.images[0], jax.tree.map(lambda table: table[0], group.transforms)
+            arrays = inputs.images[0], jax.tree.map(lambda table: table[0], inputs.transforms)
             put = self.sharding.put_batch(arrays, jax.tree.map(lambda _: self.sharding.split, arrays))
-            rows.append(fetch(function(*weights, *put))[: group.batches[0].count])
+            rows.append(fetch(function(*weights, *put))[: batches[0].count])
         features = np.concatenate(rows)
         return Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
 
     def begin_epoch(self, split: "XlaDataset") -> None:
-        """Count the steps of a split from 0."""
         self._training, self._counted_steps, self._first_bad_step = split, 0, None
 
     def flush(self) -> None:
@@ -254,7 +246,7 @@ class XlaEngine:
         return needed < min(self.world.all_gather_object(room))
 
     def _host_state(self, snapshot: State | None = None) -> dict[str, torch.Tensor]:
-        """Return the state, or a snapshot of it, as torch tensors under torch's names; all processes participate."""
+        """Return the state, or a snapshot, as torch tensors under torch's names; all processes participate."""
         self.flush()
         if self._state is None and self._waiting_state is not None:
             return dict(self._waiting_state)
@@ -321,7 +313,7 @@ def _all_finite(state: State) -> jax.Array:
 
 
 def _precision(wanted: str, platform: str) -> str:
-    formats = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32"), "gpu": ("tf32", "fp32", "bf16")}[platform]
+    formats = ("bf16", "fp32") if platform == "tpu" else ("fp32", "bf16")
     if wanted == "auto":
         return formats[0]
     if wanted not in formats:

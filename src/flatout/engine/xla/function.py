@@ -48,7 +48,7 @@ class Keys:
 
 
 class Call(NamedTuple):
-    """Shared by the operations of one call of a model; `batch` is the length of its batch."""
+    """What the operations of one call of a model share."""
 
     keys: Keys
     mask: SampleMask | None
@@ -68,8 +68,7 @@ def _batch_norm(
 ) -> tuple[jax.Array | None, ...]:
     """Normalise by the statistics of the real samples (Ioffe and Szegedy, arXiv 1502.03167), as the torch engine does.
 
-    Returns:
-        y, None, None, and the new running statistics, as `aten._native_batch_norm_legit_functional`.
+    The results are those of `aten._native_batch_norm_legit_functional`, the last two the new running statistics.
     """
     assert training
     samples = call.mask if call.mask and len(x) == call.batch else SampleMask(jnp.ones(len(x), jnp.float32))
@@ -109,7 +108,7 @@ def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
 
 
 def max_pool(call: Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
-    """Return the maxima of non-overlapping 2 x 2 windows; as in torch, the first of equal values gets the gradient.
+    """Return the maxima of 2 x 2 windows; as in torch, the first of equal values gets the gradient.
 
     XLA searches the windows again for the gradient; on CPUs, four slices are several times faster.
     """
@@ -147,7 +146,6 @@ _max_of_slices.defvjp(_max_forward, _max_backward)
 
 
 def _corners(x: jax.Array) -> list[jax.Array]:
-    """Return the four corners of all 2 x 2 windows, row by row."""
     return [x[..., row::2, column::2] for row in (0, 1) for column in (0, 1)]
 
 
@@ -188,17 +186,9 @@ _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.bad
 
 
 class Function:
-    """A torch module as a pure function of JAX arrays, for batches of one size.
+    """A torch module, in its present mode, as a pure function of JAX arrays, for batches like the examples `inputs`.
 
-    Args:
-        module: in training or in evaluation mode; it is not changed.
-        inputs: example inputs; their first dimension is the batch.
-        name: the module's name, for messages.
-        precision: "bf16" to compute products in bfloat16.
-
-    Raises:
-        InputError: the module cannot be exported, or uses an operation without a lowering; the message names file and
-            line, or the operation and its layer.
+    Raises InputError if the module cannot be exported, with file and line, or uses an operation without a lowering.
     """
 
     def __init__(
@@ -234,13 +224,7 @@ class Function:
         key: jax.Array | None = None,
         mask: SampleMask | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the module's result, and its new buffers.
-
-        Args:
-            buffers: by name; integers may be int32.
-            key: determines dropout; None only for a module without randomness.
-            mask: the samples that enter batch statistics; None for all.
-        """
+        """Return the module's result, and its new buffers; `key` determines dropout, `mask` batch statistics."""
         values: dict[str, Any] = dict(self._constants)
         for place, name in self._states.items():
             values[place] = parameters[name] if name in parameters else buffers[name]
@@ -313,19 +297,16 @@ def import_lowerings() -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the user's code that raised an error, for a message; empty if unknown."""
+    """Return the line of the user's code that raised an error, for a message."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_NOT_USERS, "<"))]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def _where(node: torch.fx.Node) -> str:
-    """Return the layer and the line of a node, for a message."""
+    """Return the layer of a node, for a message."""
     layers = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = layers[-1] if layers else ("", "")
-    layer = f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
-    trace = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
-    places = [line for line in trace if line.startswith("File ") and _NOT_USERS[0] not in line]
-    return f"{layer}, {places[-1].partition(', in ')[0]}," if places else layer
+    return f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
 
 
 def _packet(target: Any) -> Any:
@@ -333,13 +314,7 @@ def _packet(target: Any) -> Any:
 
 
 class KerasFunction:
-    """A Keras model as a pure function of JAX arrays; see `Function`.
-
-    Random numbers depend only on the key of the call, so a run is reproducible from its seed.
-
-    Raises:
-        InputError: Keras cannot run the model under jit, or the model adds to the loss.
-    """
+    """A Keras model as a pure function of JAX arrays, random numbers included; see `Function`."""
 
     def __init__(
         self, module: KerasModule, inputs: tuple[torch.Tensor, ...], *, name: str, precision: str = "fp32"
@@ -364,7 +339,7 @@ class KerasFunction:
         key: jax.Array | None = None,
         mask: SampleMask | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Return the logits [B, K], and the new buffers; for the arguments see `Function`."""
+        """Return the logits [B, K], and the new buffers."""
         if mask is not None and mask.groups > 1 and buffers:
             raise InputError("norm = 'per-device': Keras models normalise by the whole batch; use norm = 'global'")
         with counting(None if mask is None else mask.mask > 0):
@@ -375,7 +350,7 @@ class KerasFunction:
     def _call(
         self, values: Arrays, images_BCHW: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]:
-        """Return logits, the new values of the variables that are not trained, and the model's own losses."""
+        """Return logits, new values of the variables that are not trained, and the model's own losses."""
         model, trainable, others = self._network
         generators = others.count(None)
         # Keras requires every generator's state, even if unused.

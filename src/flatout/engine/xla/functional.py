@@ -1,24 +1,15 @@
 """Normalisation, augmentation and optimizers as JAX functions, with the numbers of the torch engine.
 
-Pixels: TPUs multiply matrices at full speed, but fetch single pixels very slowly. Linear interpolation along a side is
-a product with a sparse matrix of weights, which the compiler fuses into the product. CPUs and GPUs fetch the pixels,
-which takes less time and memory; see `engine.augment.apply`.
-
-Optimizers are optax transformations whose state either engine can continue from. optax's own differ slightly from
-torch's: its Adagrad adds epsilon under the root, its momentum has no dampening. The transformations here do not include
-the learning rate, which changes: the step multiplies by it.
-
 Shape letters: B batch, H height, W width, C channels, P rows and Q columns of the result, L levels of a channel.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.scipy.ndimage import map_coordinates
 
 from flatout.config import OPTIMIZERS, Optimizer, Recipe
@@ -26,16 +17,17 @@ from flatout.engine import pixels
 from flatout.utils.errors import InputError
 
 Arrays = dict[str, jax.Array]
+OptimizerState = dict[str, Any]  # see `UpdateRule`
 
 
 # --- augmentation -----------------------------------------------------------------------------------------------------
 
 
 class Augmentation:
-    """Turns the stored pixels of a batch into the model's input.
+    """Turns the stored pixels of a batch into the model's input; see `engine.augment.apply`.
 
-    Args:
-        recipe: data.mean and data.std must be filled in.
+    TPUs multiply matrices at full speed, but fetch single pixels very slowly. Linear interpolation along a side is a
+    product with a sparse matrix of weights, which the compiler fuses into the product. CPUs fetch the pixels.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -48,13 +40,7 @@ class Augmentation:
             self._products = _sheared if recipe.augment.shear else _upright
 
     def __call__(self, images_BHWC: Any, transforms: Any, *, is_training: bool) -> jax.Array:
-        """Return float32 [B, C, H, W].
-
-        Args:
-            images_BHWC: uint8 or uint16.
-            transforms: the batch's rows of `engine.augment.epoch_transforms`; None if nothing is random.
-            is_training: whether the images have the training size rather than the evaluation size.
-        """
+        """Return float32 [B, C, H, W] from uint8 or uint16, with the batch's rows of `epoch_transforms`, if any."""
         transforms, size = transforms or {}, self._size if is_training else self._eval_size
         if "affine" not in transforms:
             images_BHWC = pixels.centre(images_BHWC, *size)
@@ -108,7 +94,7 @@ def _fetched(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> 
 
 
 def _upright(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Apply a map without rotation and shear."""
+    """Apply a map without rotation and shear: one product per side."""
     height, width, _ = image_HWC.shape
     rows_PH = _weights(_positions(affine[1], 0, _centres(size[0]), height), height)
     columns_QW = _weights(_positions(affine[0], _centres(size[1]), 0, width), width)
@@ -161,112 +147,79 @@ def _product(subscripts: str, *operands: jax.Array) -> jax.Array:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-class MomentumState(NamedTuple):
-    """SGD's step count, and a running sum of gradients per parameter."""
+class UpdateRule:
+    """A torch optimizer: from gradients to the direction that is subtracted, times the learning rate.
 
-    count: jax.Array
-    momentum_buffer: Arrays
-
-
-class AdagradState(NamedTuple):
-    """Adagrad's step count, and the sum of squared gradients per parameter."""
-
-    count: jax.Array
-    sum: Arrays
-
-
-# Torch's key of each array -> the field of the optax state.
-_KEYS = {
-    MomentumState: {"momentum_buffer": "momentum_buffer"},
-    AdagradState: {"sum": "sum"},
-    optax.ScaleByAdamState: {"exp_avg": "mu", "exp_avg_sq": "nu"},
-}
-
-
-def build_optimizer(optimizer: Optimizer) -> optax.GradientTransformation:
-    """Return the transformation from gradients to the direction that is subtracted, times the learning rate.
-
-    Raises:
-        InputError: the optimizer is one of torch's or timm's own.
+    The state is a dictionary: the steps taken (`count`), and arrays per parameter under torch's keys.
     """
-    if optimizer.is_of_library:
-        raise InputError(
-            f"optimizer.name = {optimizer.name!r} is not available with --engine xla; use {', '.join(OPTIMIZERS)}, or "
-            "--engine torch"
-        )
-    decay = optax.add_decayed_weights(optimizer.weight_decay)
-    # Sections of known optimizers have all numbers.
-    eps, betas, momentum = optimizer.eps or 0.0, optimizer.betas or [], optimizer.momentum or 0.0
-    if optimizer.name == "adamw":
-        return optax.chain(optax.scale_by_adam(betas[0], betas[1], eps), decay)
-    if optimizer.name == "adam":
-        return optax.chain(decay, optax.scale_by_adam(betas[0], betas[1], eps))
-    if optimizer.name == "adagrad":
-        return optax.chain(decay, scale_by_adagrad(eps))
-    if momentum == 0:
-        return optax.chain(decay)
-    return optax.chain(decay, scale_by_momentum(momentum, optimizer.dampening, nesterov=bool(optimizer.nesterov)))
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if optimizer.is_of_library:
+            raise InputError(
+                f"optimizer.name = {optimizer.name!r} is not available with --engine xla; use {', '.join(OPTIMIZERS)}, "
+                "or --engine torch"
+            )
+        self._name, self._decay = optimizer.name, optimizer.weight_decay
+        # Sections of known optimizers have all numbers.
+        self._eps, self._betas = optimizer.eps or 0.0, optimizer.betas or []
+        self._momentum, self._dampening = optimizer.momentum or 0.0, optimizer.dampening
+        self._is_nesterov = bool(optimizer.nesterov)
+        keys = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
+        self._keys = keys.get(self._name, ("momentum_buffer",) if self._momentum else ())
+
+    def init(self, parameters: Arrays) -> OptimizerState:
+        zeros: OptimizerState = {key: jax.tree.map(jnp.zeros_like, parameters) for key in self._keys}
+        return {"count": jnp.zeros((), jnp.int32), **zeros}
+
+    def update(self, gradients: Arrays, state: OptimizerState, parameters: Arrays) -> tuple[Arrays, OptimizerState]:
+        """Return the directions, and the new state."""
+        count, directions = state["count"] + 1, {}
+        new: OptimizerState = {"count": count, **{key: {} for key in self._keys}}
+        for name, gradient in gradients.items():
+            decay = self._decay * parameters[name]
+            kept = [state[key][name] for key in self._keys]
+            direction, kept = self._direct(gradient if self._name == "adamw" else gradient + decay, kept, count)
+            directions[name] = direction + decay if self._name == "adamw" else direction
+            for key, value in zip(self._keys, kept, strict=True):
+                new[key][name] = value
+        return directions, new
+
+    def _direct(
+        self, gradient: jax.Array, kept: list[jax.Array], count: jax.Array
+    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+        if self._name.startswith("adam"):  # Kingma and Ba, arXiv 1412.6980
+            moments = [b * m + (1 - b) * gradient**n for b, m, n in zip(self._betas, kept, (1, 2), strict=True)]
+            mean, square = (m / (1 - b**count) for b, m in zip(self._betas, moments, strict=True))
+            return mean / (jnp.sqrt(square) + self._eps), moments
+        if self._name == "adagrad":  # Duchi et al., JMLR 2011
+            total = kept[0] + gradient * gradient
+            return gradient / (jnp.sqrt(total) + self._eps), [total]
+        if not kept:
+            return gradient, []
+        # Dampening applies from the second gradient on.
+        buffer = self._momentum * kept[0] + jnp.where(count == 1, 1.0, 1.0 - self._dampening) * gradient
+        return gradient + self._momentum * buffer if self._is_nesterov else buffer, [buffer]
 
 
-def scale_by_momentum(momentum: float, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
-    """Return SGD's momentum as in torch: dampening applies from the second gradient on."""
-
-    def init(parameters: Arrays) -> MomentumState:
-        return MomentumState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
-
-    def update(gradients: Arrays, state: MomentumState, parameters: Arrays | None = None) -> tuple[Any, MomentumState]:
-        share = jnp.where(state.count == 0, 1.0, 1.0 - dampening)
-        buffers = jax.tree.map(lambda b, g: momentum * b + share * g, state.momentum_buffer, gradients)
-        ahead = jax.tree.map(lambda b, g: g + momentum * b, buffers, gradients) if nesterov else buffers
-        return ahead, MomentumState(state.count + 1, buffers)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def scale_by_adagrad(eps: float) -> optax.GradientTransformation:
-    """Return Adagrad (Duchi et al., JMLR 2011) as in torch: epsilon is added to the root."""
-
-    def init(parameters: Arrays) -> AdagradState:
-        return AdagradState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
-
-    def update(gradients: Arrays, state: AdagradState, parameters: Arrays | None = None) -> tuple[Any, AdagradState]:
-        sums = jax.tree.map(lambda s, g: s + g * g, state.sum, gradients)
-        return jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), gradients, sums), AdagradState(state.count + 1, sums)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def to_torch(state: Any) -> dict[str, np.ndarray]:
+def to_torch(state: OptimizerState) -> dict[str, np.ndarray]:
     """Return the optimizer state in torch's layout: arrays by `NAME.KEY`, none before the first step."""
-    kept = _kept(state)
-    if kept is None or int(kept.count) == 0:
-        return {}
     arrays: dict[str, np.ndarray] = {}
-    for key, field in _KEYS[type(kept)].items():
-        for name, value in getattr(kept, field).items():
+    for key in state if int(state["count"]) else ():
+        for name, value in state[key].items() if key != "count" else ():
             arrays[f"{name}.{key}"] = np.asarray(value)
-            if not isinstance(kept, MomentumState):
-                arrays[f"{name}.step"] = np.asarray(kept.count, np.float32)
+            if key != "momentum_buffer":
+                arrays[f"{name}.step"] = np.asarray(state["count"], np.float32)
     return arrays
 
 
-def from_torch(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return an optax state of the same structure with torch's optimizer state; zero where that is missing."""
-    kept = _kept(state)
-    if kept is None:
-        return state
-    fields, count = {}, 0
-    for key, field in _KEYS[type(kept)].items():
-        zeros = getattr(kept, field)
-        fields[field] = {name: arrays.get(f"{name}.{key}", np.zeros(v.shape, v.dtype)) for name, v in zeros.items()}
-        for name in zeros:
-            # Plain momentum has no step count; a state implies at least one step.
-            steps = arrays.get(f"{name}.step", np.float32(f"{name}.{key}" in arrays))
-            count = max(count, int(steps))
-    new = kept._replace(count=np.int32(count), **fields)
-    return tuple(new if part is kept else part for part in state)
-
-
-def _kept(state: Any) -> Any:
-    """Return the part of a chain's state with arrays per parameter."""
-    return next((part for part in state if type(part) in _KEYS), None)
+def from_torch(state: OptimizerState, arrays: Mapping[str, np.ndarray]) -> OptimizerState:
+    """Return a state of the same structure with torch's optimizer state; zero where that is missing."""
+    new: OptimizerState = {"count": np.int32(0)}
+    for key, zeros in state.items():
+        if key == "count":
+            continue
+        new[key] = {name: arrays.get(f"{name}.{key}", np.zeros(v.shape, v.dtype)) for name, v in zeros.items()}
+        # Plain momentum has no step count; a state implies at least one step.
+        steps = [int(arrays.get(f"{name}.step", np.float32(f"{name}.{key}" in arrays))) for name in zeros]
+        new["count"] = np.int32(max([int(new["count"]), *steps]))
+    return new

@@ -17,17 +17,9 @@ AXIS = "batch"
 
 
 class MeshSharding:
-    """The placement of arrays on a row of devices that share every batch.
+    """The placement of arrays on a row of devices that share every batch, grouped by process.
 
-    Args:
-        devices: real or simulated devices, or those of a topology to compile for.
-        shard: "full" to slice the state over the devices; "none" to replicate it.
-
-    Attributes:
-        devices: the devices, grouped by process.
-        size: their number.
-        replicated: for arrays that are copied to every device.
-        split: for arrays whose first dimension is the batch: each device has an equal part.
+    The state is replicated, or sliced over the devices if `shard` is "full"; a batch is split by its first dimension.
     """
 
     def __init__(self, devices: Sequence[Any], shard: str) -> None:
@@ -39,7 +31,7 @@ class MeshSharding:
         self._stacked = NamedSharding(self._mesh, PartitionSpec(None, AXIS))
 
     def padded(self, batch: int) -> int:
-        """Return the smallest number of samples, at least `batch`, that the devices can share equally."""
+        """Return the next larger number of samples that the devices can share equally."""
         return -(-batch // self.size) * self.size
 
     @property
@@ -69,11 +61,10 @@ class MeshSharding:
         )
 
     def of_state(self, state: State) -> Any:
-        """Return the sharding of each array of a state."""
         return jax.tree.map(lambda array: self._of(array.shape), state)
 
     def of_inputs(self, inputs: DeviceBatch, *, stacked: bool = False) -> Any:
-        """Return the sharding of each array of a batch; `stacked` if they have a leading dimension of steps."""
+        """Return the sharding of each array of a batch, or of several `stacked` ones."""
         of_samples = self._stacked if stacked else self.split
         shardings: Any = jax.tree.map(lambda array: of_samples, inputs)
         return shardings._replace(learning_rate=self.replicated, seed=self.replicated)
@@ -81,13 +72,7 @@ class MeshSharding:
     def lower_step(
         self, program: Program, state: State, *, steps: int | None = None, table: jax.Array | None = None
     ) -> jax.stages.Lowered:
-        """Return the training step, ready to be compiled for the devices.
-
-        Args:
-            state: any state of the right shapes.
-            steps: the steps of `Program.train_steps`; None for `Program.train_step`.
-            table: the images on the devices; None if they are streamed from the host.
-        """
+        """Return one training step, or `steps` of them, to be compiled for a state and a table of these shapes."""
         inputs = program.example_inputs(is_resident=table is not None, steps=steps)
         step = program.train_step if steps is None else program.train_steps
         shardings = self.of_inputs(inputs, stacked=steps is not None)
@@ -97,7 +82,7 @@ class MeshSharding:
     def lower_evaluation(
         self, program: Program, state: State, *, table: jax.Array | None = None, tta: bool = False
     ) -> jax.stages.Lowered:
-        """Return the evaluation of a batch, ready to be compiled; see `lower_step` and `Program.evaluate`."""
+        """Return the evaluation of a batch, to be compiled; see `lower_step`."""
         inputs = program.example_inputs(is_resident=table is not None, batch=program.evaluation_batch)
         arrays = [inputs.images, inputs.targets, inputs.weights]
         evaluate = functools.partial(program.evaluate, tta=tta)

@@ -1,8 +1,5 @@
 """One training step and one evaluation batch as pure functions, which XLA compiles for any number of devices.
 
-The model and the loss are exported from torch; gradients, their sum over the devices and the update are JAX. All arrays
-are global.
-
 Shape letters: B batch, padded to equal parts per device, H height, W width, C channels, K outputs, N samples, V views.
 """
 
@@ -20,7 +17,7 @@ from torch import nn
 from flatout.config import Recipe
 from flatout.engine import augment, pixels
 from flatout.engine.xla.function import Function, KerasFunction, SampleMask
-from flatout.engine.xla.functional import Augmentation, build_optimizer, mix
+from flatout.engine.xla.functional import Augmentation, UpdateRule, mix
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
@@ -61,25 +58,15 @@ class Average(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """One batch; or several, with a leading dimension of steps in each array.
+    """One batch; or several, with a leading dimension of steps in each array."""
 
-    Attributes:
-        images: uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices.
-        targets: see `Task.targets`; integers as int32.
-        weights: float32 [B]; 0 for padding, else the weight of the sample in the loss.
-        transforms: the batch's rows of the augmentation tables; None if nothing is random.
-        partners: images, targets and transforms of the samples that these are mixed with; None without mixing.
-        learning_rate: float32 [].
-        seed: uint32 [2], determines dropout.
-    """
-
-    images: Array
-    targets: Array
-    weights: Array
-    transforms: Any
-    partners: Any
-    learning_rate: Array
-    seed: Array
+    images: Array  # uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices
+    targets: Array  # see `Task.targets`; integers as int32
+    weights: Array  # float32 [B]; 0 for padding, else the weight of the sample in the loss
+    transforms: Any = None  # the batch's rows of the augmentation tables, unless nothing is random
+    partners: Any = None  # images, targets and transforms of the samples that these are mixed with
+    learning_rate: Any = None  # float32 []
+    seed: Any = None  # uint32 [2], determines dropout
 
 
 class Evaluated(NamedTuple):
@@ -95,14 +82,8 @@ class Evaluated(NamedTuple):
 class Program:
     """The pure functions of a job. The model is exported when a function is first traced; see `Function` for errors.
 
-    Args:
-        model: with the initial weights; it is not changed.
-        batch, evaluation_batch: samples in a batch of training and of evaluation, padding included.
-        groups: parts of the batch with separate batch statistics; 1 for global ones.
-        precision: "fp32", "tf32" or "bf16".
-        cut: from `frozen_cut`; images are then the output of its prefix, float32 with channels last.
-        class_weights: see `Task.class_weights`; None for none.
-        target_shape: the shape of the target of one sample.
+    Batches include padding. `groups` are parts of a batch with separate batch statistics. With a `cut`, from
+    `frozen_cut`, images are the output of its prefix, float32 with channels last.
     """
 
     def __init__(
@@ -122,10 +103,9 @@ class Program:
         self.task, self._target_shape = task_of(recipe), target_shape
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
-        self._optimizer = build_optimizer(recipe.optimizer)
+        self._optimizer = UpdateRule(recipe.optimizer)
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
-        self._networks: dict[tuple[int, ...], _Network] = {}
         # The shape of the network's input for one image, channels first, and its stored shape and type.
         self._read = (recipe.channels, *recipe.image_sides)
         self._stored: tuple[tuple[int, ...], Any] = (
@@ -137,12 +117,11 @@ class Program:
                 self._read = tuple(cut.prefix(torch.zeros(1, *self._read)).shape[1:])
             self._stored = (*self._read[1:], self._read[0]), np.float32
 
-    def _training(self, shape: tuple[int, ...]) -> "_Network":
-        if shape not in self._networks:
-            set_train_mode(self._model, self._recipe.norm)
-            network = self._cut.train_suffix if self._cut else self._model
-            self._networks[shape] = self._network(network, shape, self._class_weights)
-        return self._networks[shape]
+    @functools.cached_property
+    def _training(self) -> "_Network":
+        set_train_mode(self._model, self._recipe.norm)
+        network = self._cut.train_suffix if self._cut else self._model
+        return self._network(network, (self.batch, *self._read), self._class_weights)
 
     @functools.cached_property
     def _evaluation(self) -> "_Network":
@@ -167,13 +146,11 @@ class Program:
         return _Network(function, head_of(self.task, class_weights, function.output_shapes[0], self._target_shape))
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
-        """Return the input of the network: augmented images, or the stored output of the frozen prefix."""
         if self._cut:
             return jnp.moveaxis(images, -1, 1)
         return self._augment(images, transforms, is_training=is_training)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for tracing that sets the precision of 32-bit products."""
         return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> DeviceBatch:
@@ -199,10 +176,10 @@ class Program:
         )
 
     def initial_state(self) -> State:
-        """Return the state before the first step, as arrays on the host."""
+        """Return the state before the first step, on the host."""
         parameters = dict(self._model.named_parameters())
         trained: Any = {name: to_array(p) for name, p in parameters.items() if p.requires_grad}
-        frozen: Any = {name: to_array(p) for name, p in parameters.items() if not p.requires_grad}
+        frozen: Any = {name: to_array(p) for name, p in parameters.items() if name not in trained}
         buffers: Any = {name: to_array(b) for name, b in self._model.named_buffers()}
         shapes = jax.eval_shape(self._optimizer.init, trained)
         optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -212,10 +189,9 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
-        """Update the state from one batch, whose images are in `table` [N, H, W, C] if `inputs` has their rows.
+        """Return the state after one batch, whose images are in `table` [N, H, W, C] if `inputs` has their rows.
 
-        Returns:
-            The new state; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
+        And loss sum, weight sum, sum of the task's metric and samples, float32 [4].
         """
         real = (inputs.weights > 0).astype(jnp.float32)
         x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
@@ -223,7 +199,7 @@ class Program:
             images, partner_targets, transforms = inputs.partners
             partners = self._augment(_images(images, table), transforms, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
-        network = self._training(x.shape)
+        network = self._training
         # Avoids the gradient of 0 / 0 in a batch that is only padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
@@ -258,11 +234,7 @@ class Program:
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
     def train_steps(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
-        """Take several steps in one program; every array of `inputs` has an additional leading dimension.
-
-        Returns:
-            The new state, and the sums of the steps, [steps, 4].
-        """
+        """Take several steps in one program, given in a leading dimension; return their sums as [steps, 4]."""
         return jax.lax.scan(lambda state, one: self.train_step(state, one, table), state, inputs)
 
     def evaluate(
@@ -275,10 +247,7 @@ class Program:
         *,
         tta: bool = False,
     ) -> Evaluated:
-        """Return the results of one batch, see `DeviceBatch`; `mask` [B] is 0 for padding.
-
-        With `tta`, probabilities are averaged over `augment.tta_views`.
-        """
+        """Return the results of one batch; `mask` [B] is 0 for padding, `tta` averages over `augment.tta_views`."""
         x = self._input(_images(images, table), None, is_training=False)
         weights = state.average or state
 
@@ -302,7 +271,7 @@ class Program:
 
 
 class FrozenPrefix:
-    """The frozen prefix of a model as a JAX function of stored images in batches of one size."""
+    """The frozen prefix of a model as a JAX function of stored images; its output has channels last."""
 
     def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
         x = example(batch, recipe.channels, *recipe.image_sides)
@@ -312,16 +281,12 @@ class FrozenPrefix:
         self.buffers = {name: to_array(b) for name, b in cut.prefix.named_buffers()}
 
     def __call__(self, parameters: Arrays, buffers: Arrays, images: jax.Array, transforms: Any) -> jax.Array:
-        """Return its output, float32 [B, ...] with channels last."""
         output, _ = self._function(parameters, buffers, self._augment(images, transforms, is_training=True))
         return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
 
 
 def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
-    """Return a model in two parts if the output of the first can be cached; else None.
-
-    Test-time augmentation needs the whole model.
-    """
+    """Return a model in two parts if the output of the first can be cached; test-time augmentation needs the whole."""
     if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.is_cacheable or recipe.tta:
         return None
     set_train_mode(model, recipe.norm)
@@ -339,7 +304,6 @@ class _Network(NamedTuple):
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:
-    """Return the images of a batch, looked up in the table if there is one."""
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
 
 
@@ -358,10 +322,7 @@ class _Traced(nn.Module):
 def head_of(
     task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
 ) -> Function:
-    """Return a function from logits and targets to losses, step metrics, predictions and probabilities.
-
-    Training and evaluation share one if their batches have the same size.
-    """
+    """Return a function from logits and targets to losses, step metrics, predictions and probabilities."""
     weights = None if class_weights is None else torch.tensor(class_weights)
 
     def results(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
