@@ -237,8 +237,8 @@ def test_idx_folder(tmp_path: Path, suffix: str, before: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b[:-1], "is cut off: its header promises shape"),
-        (lambda b: b + b"x", "longer than its header says"),
+        (lambda b: b[:-1], r"has 135 bytes where its header \(shape \[6, 5, 4\]\) says 136; get it again"),
+        (lambda b: b + b"x", "has 137 bytes where its header"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
         (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
         (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "train has 5 images but 6 labels"),
@@ -311,11 +311,11 @@ def test_json_longer_than_a_chunk_with_names(tmp_path: Path):
     ("data", "message"),
     [
         ([[GOOD, [0, 1]]] * 2, "holds 2 pairs"),
-        ([[GOOD, [0, 1]]] * 4, "goes on after the third pair"),
-        ([[[[0.0, 0.0, 0.0]], [0]]] * 3, "train image 0 has 3 numbers instead of a square number"),
-        ([[[[0.0], [0.0] * 4], [0, 1]]] * 3, "train image 1 has 4 numbers instead of the 1 of image 0"),
+        ([[GOOD, [0, 1]]] * 4, "holds 4 pairs"),
+        ([[[[0.0, 0.0, 0.0]], [0]]] * 3, "pair 1: image 0: must be a list of numbers, for all images the same square"),
+        ([[[[0.0], [0.0] * 4], [0, 1]]] * 3, "pair 1: image 1: must be a list of numbers"),
         ([[GOOD, [0, 1]], [[[9.0]], [0]], [GOOD, [0, 1]]], "valid: pixels run from 9 to 9 .* where 0..1 is expected"),
-        ([[GOOD, [0, None]]] * 3, "None where an image or a label is expected"),
+        ([[GOOD, [0, None]]] * 3, "holds None where an image or a label is expected"),
         ("[[[[0.0],[1.0]],[0,1]],[[[0.0", "the file ends in the middle"),
         ("[[[[0.0],[1.0 2.0]],[0,1]]", "is not JSON"),
         ('[["' + "]" * 99_999 + '"],' + '{"a":' * 60_000, "is nested too deeply"),

@@ -57,13 +57,13 @@ class Entry:
             return self._entry.is_file()
         return False
 
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        return self._entry.is_symlink()
+
 
 def visible(folder: Path) -> Sequence[Entry]:
-    """List a folder by name, without hidden files and operating system artefacts.
-
-    Raises:
-        InputError: the folder cannot be read.
-    """
+    """List a folder by name, without hidden files and operating system artefacts."""
     try:
         with os.scandir(folder) as entries:
             found = [Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER]
