@@ -10,14 +10,16 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain, islice
+from functools import cache, cached_property
+from itertools import chain, compress, islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, one_per_split, visible
@@ -103,7 +105,7 @@ def _source(
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    head, locator = list(islice(_rows(path), 2)), _Locator(path, options)
+    head, locator = list(islice(_rows(path), 2)), _Locator(path.parent, options)
     with suppress(InputError):
         columns = _find_columns(path, head, locator, "train", options)
         return any(locator.find(cells[columns.file], "train") for _, cells in head[columns.has_header :][:1])
@@ -119,8 +121,7 @@ def _begins_with_image(path: Path) -> bool:
 # Rows
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows that are not blank, trimmed; of JSON lines, the first row is the keys."""
+def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         text, bad = data.decode("utf-8-sig"), data.find(b"\0")
@@ -131,6 +132,12 @@ def _rows(path: Path) -> Iterator[Row]:
     if bad >= 0:
         line = data.count(b"\n", 0, bad) + 1
         raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
+    return text
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows that are not blank, trimmed; of JSON lines, the first row is the keys."""
+    text = _read_text(path)
     lines = enumerate(io.StringIO(text), start=1)
     if path.suffix.lower() == ".jsonl":
         yield from _json_rows(path, lines)
@@ -140,11 +147,37 @@ def _rows(path: Path) -> Iterator[Row]:
         yield from _csv_rows(path, text)
 
 
+def _read_columns(path: Path, width: int) -> list[list[str]]:
+    """Return the cells of each column of `_rows`; pyarrow reads a million rows in a second."""
+    text = _read_text(path)
+    # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
+    if path.suffix.lower() not in (".jsonl", ".txt") and text.count('"') % 2 == 0:
+        with suppress(pa.ArrowInvalid):
+            types = {str(i): pa.string() for i in range(width)}
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(text.encode()),
+                pyarrow.csv.ReadOptions(column_names=list(types)),
+                pyarrow.csv.ParseOptions(delimiter=_delimiter(text), newlines_in_values=True),
+                pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+            )
+            columns = [list(map(str.strip, column.to_pylist())) for column in table.columns]
+            is_filled = [any(cells) for cells in zip(*columns, strict=True)]
+            return [list(compress(column, is_filled)) for column in columns]
+    rows = list(_rows(path))
+    if ragged := [f"line {line} has {len(cells)}" for line, cells in rows if len(cells) != width]:
+        fix = "quote cells that hold the delimiter"
+        raise InputError(f"{path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
+    return list(map(list, zip(*(cells for _, cells in rows), strict=True)))
+
+
+def _delimiter(text: str) -> str:
+    first = next((line for line in text[:65536].splitlines() if line.strip()), "")
+    delimiter = max(",;\t", key=first.count)
+    return delimiter if delimiter in first else "|"  # a bar also separates labels
+
+
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:
-    # A bar also separates labels, so that the others come first.
-    start = next((line for line in text[:65536].splitlines() if line.strip()), "")
-    delimiter = max(",;\t", key=start.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter if delimiter in start else "|", strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     first = 1
     try:
         for cells in reader:
@@ -257,8 +290,8 @@ class _Locator:
     train.csv next to train_images/) or `images`. Each folder is listed once, since there may be millions of rows.
     """
 
-    def __init__(self, path: Path, options: ReadOptions) -> None:
-        self._list, self._folder, self._images = path, path.parent, None
+    def __init__(self, folder: Path, options: ReadOptions) -> None:
+        self._folder, self._images = folder, None
         if options.images:
             self._images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
             if not self._images.is_dir():
@@ -266,10 +299,10 @@ class _Locator:
         self._bases, self._folders, self._listed = cache(self._bases), cache(self._folders), cache(self._listed)
         self._real_bases = cache(lambda split: [base.resolve() for base in self._bases(split)])
 
-    def find_all(self, cells: list[str], lines: list[int], split: str) -> list[str]:
+    def find_all(self, cells: list[str], split: str, place: Callable[[int], str]) -> list[str]:
         """Find the files that cells name; those that are missing or lie outside the folders are one error."""
         found = [self.find(cell, split) for cell in cells]
-        if missing := [f"{self._list}: line {lines[i]}: {cells[i] or '(empty)'}" for i, f in enumerate(found) if not f]:
+        if missing := [f"{place(i)}: {cells[i] or '(empty)'}" for i, file in enumerate(found) if file is None]:
             where = f"{self._images} and {self._folder}" if self._images else self._folder
             raise InputError(
                 f"files that are missing or not below {where}, {len(missing):,} (--set data.images=DIR names another "
@@ -310,19 +343,34 @@ class _Locator:
 # Reading
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The rows of one split as columns of cells, since a million lists would occupy the garbage collector."""
+@dataclass(frozen=True)
+class _List:
+    """A list file. Lines are counted for messages only."""
 
     path: Path
+
+    def place(self, row: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: line {self._lines[row]}"
+
+    @cached_property
+    def _lines(self) -> list[int]:
+        return [line for line, _ in _rows(self.path)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The rows of one split: their numbers in the list, and the cells of each column."""
+
+    list: _List
     columns: _Columns
-    lines: list[int]
-    cells: list[list[str]]
-    files: list[str]
+    rows: Sequence[int]
+    cells: Sequence[Sequence[str]]
+    files: Sequence[str]
 
     def place(self, i: int) -> str:
         """Return the start of a message about a row."""
-        return f"{self.path}: line {self.lines[i]}"
+        return self.list.place(self.rows[i])
 
 
 def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
@@ -340,21 +388,19 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
     names = parts["train"].columns.label_names
     groups: list[str] = []
     seen: set[str] = set()
-    again: list[str] = []
     for part in parts.values():
         if part.columns.label_names != names:
             found = ", ".join(part.columns.label_names)
-            raise InputError(f"{part.path}: the columns of labels are {found}, elsewhere {', '.join(names)}")
+            raise InputError(f"{part.list.path}: the columns of labels are {found}, elsewhere {', '.join(names)}")
         if part.columns.group is not None:
             groups += part.cells[part.columns.group]
             if empty := [part.place(i) for i, group in enumerate(part.cells[part.columns.group]) if not group]:
                 raise InputError(first_few(f"{place}: the group is empty" for place in empty))
-        again += [part.place(i) for i, file in enumerate(part.files) if file in seen or seen.add(file)]
-    if again:
-        notes.append(
-            f"rows that name the image of an earlier row: {len(again):,} (such as {again[0]}); several labels of an "
-            "image belong in one cell, such as cat|dog"
-        )
+        if repeated := [i for i, file in enumerate(part.files) if file in seen or seen.add(file)]:
+            notes.append(
+                f"rows that name the image of an earlier row: {len(repeated):,} (such as {part.place(repeated[0])}); "
+                "several labels of an image belong in one cell, such as cat|dog"
+            )
     labels = _labels_of_cells(parts) if len(names) == 1 else _labels_of_columns(parts)
     return assemble(
         kind,
@@ -364,7 +410,7 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: parts[split].place(i),
-        subject=f"{parts['train'].path}: column {', '.join(names)}",
+        subject=f"{parts['train'].list.path}: column {', '.join(names)}",
         task=options.task,
         groups=groups or None,
     )
@@ -372,45 +418,34 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
 
 def _read_list(name: str, file: Path, options: ReadOptions) -> dict[str, _Part]:
     """Return the split that the file is of, or those of its column of splits."""
-    rows, locator = _rows(file), _Locator(file, options)
-    head = list(islice(rows, 2))
+    head, locator = list(islice(_rows(file), 2)), _Locator(file.parent, options)
     columns = _find_columns(file, head, locator, name or split_within(file.stem) or "train", options)
-    width, ragged = len(head[0][1]), list[str]()
-    lines, every = list[int](), [list[str]() for _ in range(width)]
-    for line, cells in chain(head[columns.has_header :], rows):
-        if len(cells) != width:
-            ragged.append(f"line {line} has {len(cells)}")
-            continue
-        lines.append(line)
-        for column, cell in zip(every, cells, strict=True):
-            column.append(cell)
-    if ragged:
-        fix = "quote cells that hold the delimiter"
-        raise InputError(f"{file}: {width} columns are expected, but {first_few(ragged)}; {fix}")
-    if not lines:
+    every = _read_columns(file, len(head[0][1]))
+    rows: Sequence[int] = range(columns.has_header, len(every[0]))
+    if not rows:
         raise InputError(f"{file}: {_EMPTY}")
-    splits: dict[str, Sequence[int]] = {name or "train": range(len(lines))}
+    here, splits = _List(file), {name or "train": rows}
     if not name and columns.split is not None:
-        splits = _split_rows(file, lines, every[columns.split], columns.has_flags)
+        splits = _split_rows(here, rows, every[columns.split], columns.has_flags)
     parts = {}
     for split, own in splits.items():
-        numbers, cells = [lines[i] for i in own], [[column[i] for i in own] for column in every]
-        found = locator.find_all(cells[columns.file], numbers, split)
-        parts[split] = _Part(path=file, columns=columns, lines=numbers, cells=cells, files=found)
+        cells = [[column[row] for row in own] for column in every]
+        files = locator.find_all(cells[columns.file], split, lambda i, own=own: here.place(own[i]))
+        parts[split] = _Part(list=here, columns=columns, rows=own, cells=cells, files=files)
     return parts
 
 
-def _split_rows(path: Path, lines: list[int], cells: list[str], has_flags: bool) -> dict[str, Sequence[int]]:
+def _split_rows(here: _List, rows: Sequence[int], cells: list[str], has_flags: bool) -> dict[str, Sequence[int]]:
     """Divide rows by the column of splits, or of false and true for training and validation."""
     meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if has_flags else {}
     split_in = {cell: meaning.get(cell.lower()) or split_of(cell) for cell in set(cells)}
-    rows: defaultdict[str, list[int]] = defaultdict(list)
-    for i, cell in enumerate(cells):
-        if (split := split_in[cell]) is None:
-            need = "true or false" if has_flags else "train, valid or test"
-            raise InputError(f"{path}: line {lines[i]}: unknown split {cell!r}; write {need}")
-        rows[split].append(i)
-    return dict(rows)
+    if unknown := next((row for row in rows if split_in[cells[row]] is None), None):
+        need = "true or false" if has_flags else "train, valid or test"
+        raise InputError(f"{here.place(unknown)}: unknown split {cells[unknown]!r}; write {need}")
+    splits: defaultdict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        splits[split_in[cells[row]] or ""].append(row)
+    return dict(splits)
 
 
 def _labels_of_cells(parts: dict[str, _Part]) -> dict[str, list[object]]:
