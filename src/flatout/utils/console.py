@@ -4,7 +4,6 @@ import html
 import json
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -40,11 +39,7 @@ class Display:
 class Console:
     """Prints messages and progress, and copies every message to the log of its rank once that is open.
 
-    Args:
-        stream: receives the lines; None prints nothing.
-        rank: the rank of this process; only rank 0 shows progress.
-        device: torch's name of the rank's device, for the log; it may be set until the log is open.
-        display: in place of a stream.
+    Without a stream or a display, nothing is printed. Only rank 0 shows progress. `device` is torch's, for the log.
     """
 
     def __init__(
@@ -231,13 +226,7 @@ class _TerminalBar(Display):
         self._progress.update(0, description=text, completed=done, total=total)
 
     def line(self, text: str) -> None:
-        indent = " " * (len(text) - len(text.lstrip(" ")) + 2)
-        for line in text.splitlines() or [""]:
-            # Long words, such as paths, stay whole: they can then be copied.
-            wrapped = textwrap.wrap(
-                line, self._console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-            self._console.print("\n".join(wrapped))
+        self._console.print(text)
 
     def close(self) -> None:
         if self._progress is not None:

@@ -77,12 +77,7 @@ class RunFiles:
 
 
 def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
-    """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them.
-
-    Raises:
-        InputError: `run` is not a folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
-            value in recipe.toml or summary.json has the wrong type.
-    """
+    """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them."""
     if not (run / RECIPE).is_file():
         raise InputError(f"{run}: not a run folder: recipe.toml is missing; give the folder that `flatout train` wrote")
     if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():

@@ -1,8 +1,4 @@
-"""Data sets of other libraries: Parquet files, saved Hugging Face data sets, and data sets of torch in Python.
-
-A saved data set is a folder of Arrow files with `dataset_info.json`, or a folder of such folders, one for each split,
-with `dataset_dict.json`. Class names are those in the metadata of the schema.
-"""
+"""Data sets of other libraries: Parquet files, saved Hugging Face data sets, and data sets of torch in Python."""
 
 import errno
 import json
@@ -50,7 +46,7 @@ def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions)
 
 
 def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise a saved Hugging Face data set."""
+    """Recognise a folder of Arrow files with `dataset_info.json`, or one per split with `dataset_dict.json`."""
     splits: dict[str, list[Path]] = {}
     try:
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
@@ -288,10 +284,9 @@ def _is_map_style(value: object) -> bool:
 def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     """Read data sets whose items are (image, label), or dicts of these, once into an array.
 
-    A data set has a length and items, or is iterated once to its end. An image is a PIL image, or uint8, uint16 or
-    float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W]. The first items are read twice to
-    detect random transforms, which a note reports. Labels are as `arrays.from_arrays` takes them. `data` is a data set,
-    or a tuple (train[, valid], test) or a dict by split of them.
+    An image is a PIL image, or uint8, uint16 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or
+    [C, H, W]. The first items are read twice to detect random transforms. `data` is a data set, or a tuple
+    (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
     splits = {name: _read_items(part, name) for name, part in parts.items()}

@@ -29,9 +29,6 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-# Listing
-
-
 class Entry:
     """One entry of a folder. A dangling or circular symbolic link is neither a file nor a folder."""
 
@@ -88,13 +85,7 @@ def has_images(folder: Path) -> bool:
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise a tree of class folders.
-
-    A class may be called train: next to other class folders, a folder `train` that directly contains images is a class.
-
-    Raises:
-        InputError: it is unclear which folders are classes.
-    """
+    """Recognise a tree of class folders; next to others, a folder `train` that itself contains images is a class."""
     if not path.is_dir():
         return None
     below, splits = _folders(path), _split_folders(path)
@@ -117,11 +108,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 
 
 def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[str, Path]:
-    """Return split -> file or folder, without those of no split.
-
-    Raises:
-        InputError: two mean the same split.
-    """
+    """Return split -> file or folder, without those of no split; two of one split are an InputError."""
     found: dict[str, Path] = {}
     for split, part in named:
         if split in found:
@@ -167,10 +154,10 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
         classes, loose = _list_classes(folder)
         filled = {name: listing.images for name, listing in classes.items() if listing.images}
         others += sum((listing.others for listing in classes.values()), loose.others)
-        if empty := [name for name in classes if name not in filled]:
-            notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
         if loose.images and not filled:
             raise InputError(f"{folder}: holds images but no class folders; sort the images into a folder per class")
+        if empty := [name for name in classes if name not in filled]:
+            notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
         if loose.images:
             notes.append(f"ignored images outside the class folders in {folder}: {len(loose.images):,}")
         codes = np.repeat(np.arange(len(filled)), list(map(len, filled.values())))
