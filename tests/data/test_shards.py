@@ -81,7 +81,7 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
         assert source.classes == (("cat", "dog") if labels is LABELS else ("0", "1"))
     source = with_labels([0.5, 1.25, -3.0, 2.75])
     assert (source.task, source.labels.tolist()) == ("regression", [0.5, 1.25, -3.0, 2.75])
-    with pytest.raises(InputError, match=r"(row 2|line 3|2\.json): not a (finite )?number: (nan|NaN)"):
+    with pytest.raises(InputError, match=r"(row 2|line 3|2\.png): not a (finite )?number: (nan|NaN)"):
         with_labels([0.5, 1.25, float("nan"), 2.75])
 
 
@@ -92,7 +92,7 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
         ({"2.png": png(), "2.jpg": png(), "2.cls": b"cat"}, "sample 2: has the members cls, jpg, png"),
         ({"2.png": png(), "2.json": b"{"}, r"member 2\.json: cannot be read as a label"),
         ({"2.png": png(), "2.json": b'{"label": {}}'}, r"member 2\.json: has no label \(a number, a text or a list"),
-        ({"2.png": png(), "2.cls": b""}, r"train-0\.tar: member 2\.cls: empty label"),
+        ({"2.png": png(), "2.cls": b""}, r"train-0\.tar: member 2\.png: empty label"),
     ],
 )
 def test_samples_of_a_shard_must_be_whole(tmp_path: Path, more: dict[str, bytes], message: str):

@@ -112,11 +112,10 @@ def expand_braces(path: Path) -> list[Path]:
 def _read_webdataset(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    places: dict[str, list[Slice]] = {}
     parts: dict[str, tuple[list[Slice], list[Any]]] = {}
     label_name = options.label_column.lower() or "cls"
     for split, files in splits.items():
-        parts[split], places[split] = ([], []), []
+        parts[split] = [], []
         for file in files:
             with reading(file), file.open("rb") as stream:
                 for key, members in _samples(member for _, member in tar_members(stream, file)):
@@ -127,15 +126,14 @@ def _read_webdataset(
                             f".{label_name} or .json member are needed; --set data.file_column=EXTENSION and --set "
                             "data.label_column=EXTENSION name others"
                         )
-                    places[split].append(_slice(file, labels[0]))
                     parts[split][0].append(_slice(file, images[0]))
-                    parts[split][1].append(_label(places[split][-1], options))
+                    parts[split][1].append(_label(_slice(file, labels[0]), options))
     return assemble(
         WEBDATASET_KIND,
         path,
         parts,
         class_list=class_list,
-        locate=lambda split, i: str(places[split][i]),
+        locate=lambda split, i: str(parts[split][0][i]),
         task=options.task,
     )
 
