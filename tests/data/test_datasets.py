@@ -97,8 +97,7 @@ def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms()
     [
         (7, "is a int; give"),
         ({"train": Items([(GREY, 0), (GREY, 1)]), "test": Items([])}, "test: the data set is empty"),
-        (Items([GREY, GREY]), "item 0 is a ndarray; a pair"),
-        (Items([{"image": GREY}]), "item 0 is a dict of image; a pair"),
+        (Items([{"image": GREY}]), "item 0 is a dict; a pair"),
         (Items([("a.png", 0)]), "the image is a str; a PIL image"),
         (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* 5x4x3 uint8 where item 0 has 5x4x1 uint8"),
         (Items([(GREY.astype(np.int64), 0)]), "pixels of type int64"),

@@ -90,7 +90,7 @@ class Optimizer(Checked):
     def __post_init__(self) -> None:
         known = (*OPTIMIZERS, "torch:NAME", "timm:NAME")
         self._require((self.name in OPTIMIZERS or self.is_of_library, "name", nearest(self.name, known)))
-        defaults: dict[str, Any] = {"lr_scaling": "sqrt" if self.name in ("adam", "adamw") else "linear"}
+        defaults: dict[str, object] = {"lr_scaling": "sqrt" if self.name in ("adam", "adamw") else "linear"}
         if not self.is_of_library:
             defaults |= {"momentum": 0.9 if self.name == "momentum" else 0.0, "nesterov": False, "betas": (0.9, 0.999)}
             defaults |= {"eps": 1e-10 if self.name == "adagrad" else 1e-8}
@@ -349,7 +349,7 @@ class Recipe(Checked):
         """Whether the output of frozen layers can be cached for training and evaluation."""
         return self.augment.is_finite and self.image_sides == self.eval_sides
 
-    def override(self, changes: Mapping[str, Any]) -> "Recipe":
+    def override(self, changes: Mapping[str, object]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`; raises InputError.
 
         Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except
@@ -399,7 +399,7 @@ def known_keys() -> list[str]:
     return list(with_settings({}).flat())
 
 
-def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
+def from_dict(table: Mapping[str, object], where: str = "") -> Recipe:
     """Build a recipe from nested plain values, as read from TOML; `where` begins messages of InputError."""
     try:
         return _build(Recipe, table)
@@ -407,7 +407,7 @@ def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
         raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
-def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+def _build(cls: type[T], table: Mapping[str, object], prefix: str = "") -> T:
     hints, values = typing.get_type_hints(cls), {}
     for name, value in table.items():
         key = prefix + name
@@ -433,7 +433,7 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
     return cls(**values)
 
 
-def with_settings(changes: Mapping[str, Any]) -> Recipe:
+def with_settings(changes: Mapping[str, object]) -> Recipe:
     """Return a recipe in which only `changes`, dotted keys, are meaningful."""
     return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)
 

@@ -15,7 +15,7 @@ from flatout.utils.errors import InputError
 Size = int | tuple[int, int]
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, object]:
     """Split one `--set KEY=VALUE`; the value is read as TOML, else as a comma-separated list, else as plain text."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():

@@ -138,7 +138,7 @@ class Console:
             self._log.flush()
             self._pending.clear()
 
-    def _show(self, event: str, *arguments: Any) -> None:
+    def _show(self, event: str, *arguments: object) -> None:
         """Call the method of the display that an event names."""
         try:
             if self._display is not None:
@@ -188,11 +188,11 @@ class Relay(Display):
         super().__init__(path.open("a", encoding="utf-8"))
         self.has_bar = has_bar
 
-    def show(self, *progress: Any) -> None:
+    def show(self, *progress: object) -> None:
         """Have the progress drawn."""
         self.line(*progress, event="show")
 
-    def line(self, *arguments: Any, event: str = "line") -> None:
+    def line(self, *arguments: object, event: str = "line") -> None:
         """Have a line printed."""
         super().line(json.dumps([event, *arguments]))
 

@@ -29,7 +29,7 @@ KNOWN = "known.safetensors"
 FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # Types of the values that reports read from the recipe and the summary; each may be missing or null.
-_TYPES: dict[Any, str] = {
+_TYPES: dict[type | tuple[type, ...], str] = {
     str: "job task model date stopped engine precision pack pack_fingerprint",
     (int, float): "test_accuracy valid_accuracy test_correct test_count epochs parameters best_epoch kept_epoch"
     " world_size images_per_second train_seconds wall_seconds peak_rss_bytes peak_device_bytes threads_per_rank",
@@ -107,7 +107,7 @@ def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
     return text, recipe
 
 
-def _check_types(path: Path, content: dict[str, Any]) -> None:
+def _check_types(path: Path, content: dict[str, object]) -> None:
     for kind, names in _TYPES.items():
         for name in names.split():
             if content.get(name) is not None and not isinstance(content[name], kind):
@@ -188,7 +188,7 @@ def visible(images: np.ndarray) -> np.ndarray:
     return np.minimum(images * (255 / max(1, images.max(initial=0))), 255).astype(np.uint8)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write JSON atomically; NaN and infinity become null."""
     write_atomically(path, (json.dumps(plain(content), indent=2) + "\n").encode())
 

@@ -377,17 +377,13 @@ def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> di
     elif isinstance(data, tuple) and len(data) in (2, 3):
         parts = dict(zip(("train", "test") if len(data) == 2 else SPLITS, data, strict=True))
     else:
-        raise InputError(f"data: is {_kind(data)}; give {part_name}, or a dict of those for train, valid and test")
+        raise InputError(
+            f"data: is a {type(data).__name__}; give {part_name}, or a dict of those for train, valid and test"
+        )
     for name, part in parts.items():
         if not is_part(part):
-            raise InputError(f"data: the {name} part is {_kind(part)}; give {part_name}")
+            raise InputError(f"data: the {name} part is a {type(part).__name__}; give {part_name}")
     return in_order(parts, "data")
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:3])})"
-    return f"a {type(value).__name__}"
 
 
 def _as_array(value: Any) -> np.ndarray:

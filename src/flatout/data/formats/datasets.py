@@ -63,8 +63,8 @@ def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-    return [folder / Path(file["filename"]).name for file in files]
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / Path(file["filename"]).name for file in state["_data_files"]]
 
 
 def _read_tables(
@@ -328,8 +328,8 @@ def _pair(item: Any, where: str) -> tuple[Any, Any]:
             return item[image], item[label]
     elif isinstance(item, (tuple, list)) and len(item) >= 2:
         return item[0], item[1]
-    found = f"dict of {', '.join(map(str, item))}" if isinstance(item, Mapping) else type(item).__name__
-    raise InputError(f"{where} is a {found}; a pair (image, label), or a dict with 'image' and 'label', is needed")
+    need = "a pair (image, label), or a dict with 'image' and 'label', is needed"
+    raise InputError(f"{where} is a {type(item).__name__}; {need}")
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:

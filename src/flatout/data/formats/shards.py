@@ -112,7 +112,7 @@ def expand_braces(path: Path) -> list[Path]:
 def _read_webdataset(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    parts: dict[str, tuple[list[Slice], list[Any]]] = {}
+    parts: dict[str, tuple[list[Slice], list[object]]] = {}
     label_name = options.label_column.lower() or "cls"
     for split, files in splits.items():
         parts[split] = [], []
@@ -175,7 +175,7 @@ def _labels(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[t
     return [members[extension] for extension in (options.label_column.lower() or "cls", "json") if extension in members]
 
 
-def _label(place: Slice, options: ReadOptions) -> Any:
+def _label(place: Slice, options: ReadOptions) -> object:
     """Return a member's label: its text, or a value (perhaps a list) of its dictionary."""
     keys = (options.label_column,) if options.label_column else _JSON_KEYS
     try:
@@ -248,7 +248,7 @@ def _read_tfrecord(
     )
 
 
-def _class_texts(samples: list[_Sample]) -> dict[Any, str]:
+def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
     """Return number -> class name in numeric order, if every record has both."""
     pairs = {sample.labels[0]: sample.text for sample in samples}
     if not all(isinstance(label, int) for label in pairs):
