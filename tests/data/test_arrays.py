@@ -162,9 +162,9 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
-def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    (folder / f"train-images-idx{images.ndim}-ubyte").write_bytes(idx_bytes(images))
-    (folder / "train-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, before: str = "train-") -> None:
+    (folder / f"{before}images-idx{images.ndim}-ubyte").write_bytes(idx_bytes(images))
+    (folder / f"{before}labels-idx1-ubyte").write_bytes(idx_bytes(labels))
 
 
 BYTES = LABELS.astype(np.uint8)
