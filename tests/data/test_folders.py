@@ -42,7 +42,6 @@ def test_flat_tree_with_nested_files_in_order(tmp_path: Path):
     ("train", "valid", "test"),
     [
         ("train", "valid", "test"),
-        ("TRAIN", "val", "Testing"),
         ("training_set", "validation_set", "test_set"),
         ("train2017", "val-2017", "images_test2017"),
     ],

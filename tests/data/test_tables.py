@@ -66,23 +66,21 @@ def test_columns_of_splits_and_of_flags_as_fastai_has_it(folder: Path):
     assert source.splits == {"train": (0, 2), "valid": (2, 3)}
 
 
-@pytest.mark.parametrize("names", [("desc_train", "desc_valid", "desc_test"), ("train", "val", "test")])
-def test_a_file_for_each_split(folder: Path, names: tuple[str, ...]):
-    texts = ("images/0.png,a\nimages/1.png,b\n", "images/2.png,a\n", "images/3.png,b\n")
-    for name, text in zip(names, texts, strict=True):
+def test_a_file_for_each_split(folder: Path):
+    texts = {"desc_train": "images/0.png,a\nimages/1.png,b\n", "val": "images/2.png,a\n", "test": "images/3.png,b\n"}
+    for name, text in texts.items():
         (folder / f"{name}.csv").write_text(text)
     source = recognise(folder).read()
     assert source.splits == {"train": (0, 2), "valid": (2, 3), "test": (3, 4)}
     assert source.labels.tolist() == [0, 1, 0, 1]
-    (folder / "train_labels.csv").write_text(texts[0])
-    with pytest.raises(InputError, match=r"both .*train\.csv and train_labels\.csv mean train"):
+    (folder / "train_labels.csv").touch()
+    with pytest.raises(InputError, match=r"both desc_train\.csv and train_labels\.csv mean train"):
         recognise(folder)
 
 
-@pytest.mark.parametrize("name", ["train_images", "images", "train"])
-def test_kaggle(folder: Path, name: str):
+def test_kaggle(folder: Path):
     """Ids without suffixes, folders named after splits, and a list of test images without classes."""
-    (folder / "images").rename(folder / name)
+    (folder / "images").rename(folder / "train_images")
     (folder / "train.csv").write_text("id_code,diagnosis\n0,cat\n1,dog\n2,cat\n")
     (folder / "test.csv").write_text("id_code\n0\n")
     (folder / "sample_submission.csv").write_text("id_code,diagnosis\n0,cat\n")
@@ -157,6 +155,8 @@ def test_json_lines(folder: Path):
     assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 1], [0, 1]])
     dated = "\n".join(json.dumps({"file": i, "label": f"2020-01-0{i + 1}"}) for i in range(3))
     assert read(folder, dated, "list.jsonl").classes == ("2020-01-01", "2020-01-02", "2020-01-03")
+    with pytest.raises(InputError, match="missing or not below"):
+        read(folder, json.dumps({"file": "a\0b/c", "label": "cat"}), "list.jsonl")
     for line in ("[1]", "{", "[" * 100_000):
         with pytest.raises(InputError, match=r"list\.jsonl: line 4: is not a JSON object"):
             read(folder, f"{text}\n{line}", "list.jsonl")
@@ -167,11 +167,7 @@ def test_paddle_lists_with_a_list_of_ids_and_names(folder: Path):
     (folder / "label_list.txt").write_text("0 cat\n1 dog\n2 emu\n")
     (folder / "train_list.txt").write_text("images/0.png\t1,1,0\nimages/a b.png 0,0,1\n")
     source = recognise(folder).read()
-    assert (source.kind, source.classes, source.labels.tolist()) == (
-        "PaddleClas lists",
-        ("cat", "dog", "emu"),
-        [[1, 1, 0], [0, 0, 1]],
-    )
+    assert (source.classes, source.labels.tolist()) == (("cat", "dog", "emu"), [[1, 1, 0], [0, 0, 1]])
     (folder / "train_list.txt").write_text("images/0.png 1\nimages/1.png\n")
     with pytest.raises(InputError, match=r"train_list\.txt: 2 columns are expected, but line 2 has 1"):
         recognise(folder).read()
@@ -186,14 +182,12 @@ def test_paddle_lists_with_a_list_of_ids_and_names(folder: Path):
         ("images/0.png,a\n\nimages/1.png,b\nimages/2.png\n", "2 columns are expected, but line 4 has 1"),
         ("images/0.png,a\n,b\n", r"missing .*line 2: \(empty\)"),
         ("file,width,height\nimages/0.png,1,2\n", "has the columns file, width, height; name the columns"),
-        ("images/0.png,1,2,3\n", "has 4 columns and no header"),
         ("file,label,split\nimages/0.png,a,test2\n", "line 2: unknown split 'test2'"),
         ("fname,label,is_valid\n0,cat,False\n1,dog,maybe\n", "line 3: unknown split 'maybe'; write true or false"),
         ("file,cat,cat\n0,1,1\n", "line 1: has several columns 'cat'; rename all but one"),
         ("images/0.png,a\nimages/1.png,\x1b[31mb\n", r"the class '\\x1b\[31mb' has control characters"),
         ('images/0.png,a\n"images/1.png,b\nimages/2.png,a\n', "line 2: is not valid CSV: a quotation mark is not"),
         ("0.png,a\ncaf\xe9.png,a\n".encode("latin-1"), "line 2: is not UTF-8 text"),
-        ("0.png,a\n\n1\0.png,a\n", "line 3: is not UTF-8 text"),
     ],
 )
 def test_refused_lists(folder: Path, text: str | bytes, message: str):
@@ -209,10 +203,12 @@ def labelled(header: str, cells: list[str]) -> str:
     return f"file,{header}\n" + "".join(f"images/{i}.png,{cell}\n" for i, cell in enumerate(cells))
 
 
-def many(folder: Path, labels: list[str]) -> str:
-    for i in range(len(labels)):
+@pytest.fixture
+def hundreds(folder: Path) -> Path:
+    """The folder with hundreds of images."""
+    for i in range(10, 600):
         (folder / "images" / f"{i}.png").touch()
-    return labelled("price", labels)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,6 @@ def many(folder: Path, labels: list[str]) -> str:
         (["2", "0", "1.0"], ("0", "1", "2"), [2, 0, 1]),
         (["01", "02"], ("01", "02"), [0, 1]),
         (["0", "3"], ("0", "1", "2", "3"), [0, 3]),  # as many gaps as classes
-        (["0", "4"], ("0", "4"), [0, 1]),
         (["a", "b", "7", "007", "a"], ("007", "7", "a", "b"), [2, 3, 1, 0, 2]),
     ],
 )
@@ -240,8 +235,8 @@ def test_names_and_numbers_of_classes(folder: Path, labels, classes, indices):
         ["0.5", "1.0", "1.5"] * 3,
     ],
 )
-def test_classes_of_unusual_names(folder: Path, labels: list[str]):
-    assert len(read(folder, many(folder, labels)).classes) == len(set(labels))
+def test_classes_of_unusual_names(hundreds: Path, labels: list[str]):
+    assert len(read(hundreds, labelled("price", labels)).classes) == len(set(labels))
 
 
 @pytest.mark.parametrize(
@@ -253,14 +248,14 @@ def test_classes_of_unusual_names(folder: Path, labels: list[str]):
         (["cat dog", "cat", "dog", "cat"], "several labels in one, or names with ' ' in them, such as 'cat dog'"),
     ],
 )
-def test_labels_that_could_be_of_several_tasks_are_refused_without_a_class_list(folder: Path, labels, message: str):
-    text = many(folder, [f'"{label}"' for label in labels])
+def test_labels_that_could_be_of_several_tasks_are_refused_without_a_class_list(hundreds: Path, labels, message: str):
+    text = labelled("price", [f'"{label}"' for label in labels])
     with pytest.raises(InputError, match=message) as caught:
-        read(folder, text)
-    assert f"{folder / 'list.csv'}: column 'price'" in str(caught.value)
+        read(hundreds, text)
+    assert f"{hundreds / 'list.csv'}: column 'price'" in str(caught.value)
     assert "--set task=single-label, multi-label or regression decides" in str(caught.value)
-    (folder / "names.txt").write_text("\n".join(sorted(set(labels))))
-    assert len(read(folder, text, classes=str(folder / "names.txt"))) == len(labels)
+    (hundreds / "names.txt").write_text("\n".join(sorted(set(labels))))
+    assert len(read(hundreds, text, classes=str(hundreds / "names.txt"))) == len(labels)
 
 
 SEVERAL = [["cat", "dog"], ["cat"], [], ["dog", "emu"], ["emu"], ["dog"]]
@@ -359,7 +354,6 @@ def test_class_lists_name_numbers_ids_and_names(folder: Path):
     ("content", "labels", "message"),
     [
         ("a\n\nb\n", ["a", "b"], "line 2 is blank or repeats a class"),
-        ("a\nb\na\n", ["a", "b"], "line 3 is blank or repeats a class"),
         (" \n", ["a", "b"], "names no classes"),
         ("cat\ndog\n", ["cat", "cow", "pig"], r"line 3: label not in the class list: cow; .*line 4: .* pig$"),
         ("cat\ndog\n", ["1", "2"], "line 3: label outside the class list .0 to 1, counted from 0.: 2$"),

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +93,14 @@ class Outputs:
         self.traceback = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"])) if error else ""
 
 
-@contextmanager
-def kernel(folder: Path) -> Iterator[Notebook]:
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder = tmp_path_factory.mktemp("notebook")
     (folder / "tmp").mkdir()
     own = {"FLATOUT_CACHE": str(folder / "cache"), "IPYTHONDIR": str(folder / "ipython"), "TMPDIR": str(folder / "tmp")}
     opened = Notebook(folder)
     with opened.setup_kernel(env=os.environ | own):
         assert opened.cell(SETUP).error is None
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    folder = tmp_path_factory.mktemp("notebook")
-    with kernel(folder) as opened:
         yield opened
 
 

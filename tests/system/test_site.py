@@ -63,21 +63,6 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         assert not re.findall(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
 
 
-def test_both_languages_have_each_page(site: Path) -> None:
-    pages = {str(path.relative_to(site)) for path in site.rglob("*.html")} - {"404.html"}
-    english = {page for page in pages if not page.startswith("zh/")}
-    chinese = {page.removeprefix("zh/") for page in pages - english}
-    assert english == chinese
-    for name, words in (
-        ("index", "在任意硬件上"),
-        ("docs/from/paddle", "百度"),
-        ("docs/tutorials/first-model", "第一个"),
-    ):
-        text = (site / "zh" / f"{name}.html").read_text(encoding="utf-8")
-        assert '<html lang="zh"' in text
-        assert words in text, name
-
-
 def test_the_reference_has_all_names_and_commands(site: Path) -> None:
     import flatout
     from flatout.cli.commands import COMMANDS

@@ -10,7 +10,7 @@ import pytest
 from flatout.cli.commands import changes_of
 from flatout.cli.flags import parse
 from flatout.cli.main import main
-from flatout.config.settings import nearest, parse_setting
+from flatout.config.settings import parse_setting
 from flatout.train.recipes import start_of
 
 
@@ -29,13 +29,9 @@ def test_operands_are_given_by_position_or_by_name(words: str) -> None:
 
 
 def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:
-    wanted = (
-        ([], {}),
-        (["--pretrained"], {"pretrained": True}),
-        (["--no-pretrained"], {"pretrained": False, "weights": ""}),
-    )
-    for words, changes in wanted:
-        assert changes_of(parse(["train", "photos", *words])) == changes
+    refused = {"pretrained": False, "weights": ""}
+    for words, changes in (("", {}), ("--pretrained", {"pretrained": True}), ("--no-pretrained", refused)):
+        assert changes_of(parse(["train", "photos", *words.split()])) == changes
 
 
 @pytest.mark.parametrize(
@@ -43,7 +39,6 @@ def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None
     [
         ("trian digits", "flatout: 'trian': did you mean 'train'?"),
         ("train digits --epoch 3", "there is no flag --epoch; did you mean '--epochs'?"),
-        ("train digits --learning-rate 0.1", "did you mean '--lr'?"),
         ("train digits more", "unexpected argument 'more'"),
         ("train digits --epochs many", "argument --epochs: invalid int value: 'many'"),
         ("fly", "flatout: 'fly': "),
@@ -65,19 +60,6 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
         main([])
     assert ended.value.code == 2
     assert "train a job" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "meant"),
-    [
-        ("gpu", ("auto", "cpu", "cuda", "mps", "tpu"), "cuda"),
-        ("optimizer.learning_rate", ("optimizer.lr", "optimizer.dampening"), "optimizer.lr"),
-        ("bs", ("batch_size", "seed"), "batch_size"),
-        ("Flip", ("augment.flip", "augment.crop"), "augment.flip"),
-    ],
-)
-def test_other_names_for_the_same(word: str, known: tuple[str, ...], meant: str) -> None:
-    assert nearest(word, known) == f"did you mean {meant!r}?"
 
 
 def test_the_folder_beside_is_suggested(
@@ -103,13 +85,11 @@ def test_the_cache_is_shown_and_cleared(
     assert main(["cache", "--clear"]) == 0
     assert "in 1 entries removed" in capsys.readouterr().out
     assert not list((tmp_path / "downloads").iterdir())
-    assert main(["cache"]) == 0
-    assert "in 0 entries" in capsys.readouterr().out
 
 
 REFUSED_AT_ONCE = {
     "--set optimizer.lr=high": "flatout: optimizer.lr = 'high': must be a finite number",
-    "--set lr_rate=1": "flatout: unknown recipe key 'lr_rate'",
+    "--set Flip=true": "flatout: unknown recipe key 'Flip'; did you mean 'augment.flip'?",
     "--epochs -1": "flatout: epochs = -1: must be at least 0",
     "--out old": "flatout: old: exists; choose another --out",
     "--restarts -1": "flatout: --restarts -1: must be 0 or more",

@@ -53,8 +53,3 @@ def test_a_shell_can_read_its_script(shell: str, tmp_path: Path, capsys: pytest.
         pytest.skip(f"needs {shell}")
     (tmp_path / "script").write_text(script)
     subprocess.run([shell, "-n", tmp_path / "script"], check=True, capture_output=True)
-
-
-def test_another_shell_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "zhs"]) == 2
-    assert "did you mean 'zsh'?" in capsys.readouterr().err

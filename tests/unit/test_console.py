@@ -4,8 +4,6 @@ import io
 import os
 import pty
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -32,25 +30,6 @@ def test_the_loss_is_requested_every_second_however_often_progress_is_shown(
     assert asked in requests
 
 
-@contextmanager
-def opened_terminal() -> Iterator[tuple[io.TextIOWrapper, int]]:
-    """Open a stream to a terminal, and the other end of it."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
-        yield stream, ours
-    os.close(ours)
-
-
-def read_terminal(stream: io.TextIOWrapper, ours: int) -> str:
-    """Return all that the terminal was sent. It arrives in pieces, later than it was written: a mark ends it."""
-    end = b"\a"
-    print(end.decode(), file=stream, end="", flush=True)
-    shown = b""
-    while not shown.endswith(end):
-        shown += os.read(ours, 100_000)
-    return shown.removesuffix(end).decode()
-
-
 def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
     stream = io.StringIO()
     console = Console(stream)
@@ -63,8 +42,10 @@ def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
 
 
 def show_progress() -> str:
-    """Return all that a terminal gets of some progress and one line."""
-    with opened_terminal() as (stream, ours):
+    """Return all that a terminal gets of some progress and one line. It arrives in pieces, later: a mark ends it."""
+    ours, theirs = pty.openpty()
+    shown = b""
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream, os.fdopen(ours, "rb", buffering=0) as terminal:
         console = Console(stream)
         for done in (1, 20_000, 30_000, 60_000):
             console._last_shown = 0.0
@@ -73,10 +54,13 @@ def show_progress() -> str:
                 bar.refresh()  # a thread does it ten times a second
         console.note("done")
         console.close()
-        return read_terminal(stream, ours)
+        print("\a", file=stream, end="", flush=True)
+        while not shown.endswith(b"\a"):
+            shown += terminal.read(100_000)
+    return shown.removesuffix(b"\a").decode()
 
 
-@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+@pytest.mark.parametrize("columns", [20, 80])
 def test_the_bar_is_one_line_in_a_terminal_of_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")

@@ -132,9 +132,7 @@ def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_examples_of_the_help_can_be_given() -> None:
-    for name, command in COMMANDS.items():
-        args = parse(shlex.split(command.example))
-        assert args.command == name
+    assert all(parse(shlex.split(command.example)).command == name for name, command in COMMANDS.items())
 
 
 def test_every_builtin_job_is_in_the_readme() -> None:

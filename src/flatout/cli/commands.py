@@ -1,7 +1,4 @@
-"""The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything.
-
-They are registered in the order of the help text.
-"""
+"""The commands, in the order of the help text. Each returns what it prints, if anything."""
 
 import time
 from argparse import Namespace
@@ -11,16 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, with_settings
+from flatout.analysis.output import check_free, default_folder, make_folder
+from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, load_recipe, with_settings
 from flatout.config.settings import Size, collapse_size, nearest, parse_setting
-from flatout.utils.console import Console
+from flatout.distributed.environment import Hosts
+from flatout.train.recipes import is_of_job, resolve, start_of
+from flatout.utils.console import Console, aligned
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
-    from flatout.config import Recipe
     from flatout.data.source import DataSource, ImageDataset
     from flatout.train.request import Options
-
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -48,13 +46,6 @@ def command(operands: str, flags: str, example: str, **changes: dict[str, Any]) 
         return do
 
     return register
-
-
-def engine_of(args: Namespace) -> str:
-    """Return the engine that the flags choose."""
-    from flatout.engine.devices import engine_for
-
-    return engine_for(args.devices, args.engine)
 
 
 # Flags, and the recipe keys that they change.
@@ -101,14 +92,12 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     # Before imports, which take seconds.
     began = time.perf_counter()
-    from flatout.distributed.environment import Hosts
-    from flatout.engine.devices import parse_devices
+    from flatout.engine.devices import engine_for, parse_devices
     from flatout.train import run_dir
     from flatout.train.callbacks import callbacks_of
-    from flatout.train.recipes import resolve, start_of
     from flatout.train.request import Options, TrainRequest, check
 
-    engine = engine_of(args)
+    engine = engine_for(args.devices, args.engine)
     options = Options(
         **picked(args, "out restarts hang_timeout minutes devices resume overwrite"),
         hosts=Hosts(**picked(args, "nodes rendezvous"), timeout=args.rendezvous_timeout),
@@ -148,9 +137,6 @@ def do_train(args: Namespace, console: Console) -> None:
 
 def _job_to_resume(args: Namespace) -> str | Path:
     """Return the recipe in --out if it exists, else the job, so that a loop can repeat one command."""
-    from flatout.config import load_recipe
-    from flatout.train.recipes import is_of_job
-
     if args.out is None:
         raise InputError("--resume needs --out, the run folder to continue")
     recipe = args.out / "recipe.toml"
@@ -194,11 +180,10 @@ def _measured_job(
     args: Namespace, console: Console, **more: Any
 ) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
     """Return recipe, data and options of a job to measure; `more` goes to `resolve`."""
-    from flatout.engine.devices import parse_devices
-    from flatout.train.recipes import resolve
+    from flatout.engine.devices import engine_for, parse_devices
     from flatout.train.request import Options
 
-    engine = engine_of(args)
+    engine = engine_for(args.devices, args.engine)
     accelerated = parse_devices(args.devices, engine).is_accelerated
     recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console, **more)
     return recipe, data, Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
@@ -249,10 +234,9 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     from flatout.inference.evaluate import evaluate
     from flatout.inference.run import load
     from flatout.tasks import describe_metrics
-    from flatout.utils.console import aligned
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
-    result = evaluate(run, args.data, devices=args.devices, engine=engine_of(args), console=console, tta=args.tta)
+    result = evaluate(run, args.data, **picked(args, "devices engine tta"), console=console)
     name = "valid" if result["split"] == "valid" else "test"
     how = ", with test-time augmentation" if result["tta"] else ""
     # The mean of several models' probabilities has no loss.
@@ -387,7 +371,7 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     if minutes is not None and (args.job is not None or not minutes > 0):
         raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
     seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
-    speeds = speeds_on(args.devices, engine_of(args))
+    speeds = speeds_on(args.devices, engine_for(args.devices, args.engine))
     recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
     if not recipe.pretrained:
         console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")

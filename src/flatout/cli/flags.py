@@ -1,7 +1,4 @@
-"""The parser of the command line, made from the table of flags here and that of commands.
-
-A command takes operands, such as RUN and DATA. Each may also be given as the flag of its name, if there is one.
-"""
+"""The parser of the command line; an operand, such as RUN, may also be given as the flag of its name."""
 
 import argparse
 import platform
@@ -13,10 +10,12 @@ from typing import Any
 
 from flatout import __version__
 from flatout.cli.commands import COMMANDS, SHELLS
+from flatout.config import known_keys
 from flatout.config.jobs import builtin_jobs
 from flatout.config.settings import nearest
 from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
+from flatout.utils.host import installed
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--run": {"metavar": "RUN", "help": "the run folder"},
@@ -112,8 +111,6 @@ class _Version(argparse.Action):
     """Prints the versions of flatout, Python, and the installed libraries that results depend on, a line each."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from flatout.utils.host import installed
-
         found = {"flatout": __version__, "Python": platform.python_version()}
         found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "onnxruntime", "jax", "torchax", "keras")
         print("\n".join(f"{name} {version}" for name, version in found.items()))
@@ -160,8 +157,6 @@ def help_of(command: str = "") -> str:
 def completion(shell: str) -> str:
     """Return the script that completes commands, flags and their values in a shell: bash, zsh or fish."""
     import shtab
-
-    from flatout.config import known_keys
 
     words = _WORDS | {"--set": " ".join(f"{key}=" for key in known_keys())}
     parser, subparsers = _make_parsers()

@@ -11,6 +11,8 @@ from typing import Any
 
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
+from flatout.distributed.environment import launched
+from flatout.utils.console import Console
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
 
 # Hostile names in data could contain terminal escape sequences.
@@ -47,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: Namespace) -> None:
     """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
-    from flatout.distributed.environment import launched
-    from flatout.utils.console import Console
-
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if rank else sys.stdout if args.command == "train" else sys.stderr, rank=rank)
@@ -62,9 +61,9 @@ def _run(args: Namespace) -> None:
     result, lines = output
     try:
         print(json.dumps(result, indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)
-    except BrokenPipeError:
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
         raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 

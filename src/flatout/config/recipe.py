@@ -90,7 +90,7 @@ class Optimizer(Checked):
     def __post_init__(self) -> None:
         known = (*OPTIMIZERS, "torch:NAME", "timm:NAME")
         self._require((self.name in OPTIMIZERS or self.is_of_library, "name", nearest(self.name, known)))
-        defaults: dict[str, Any] = {"lr_scaling": "sqrt" if self.name in ("adam", "adamw") else "linear"}
+        defaults: dict[str, object] = {"lr_scaling": "sqrt" if self.name in ("adam", "adamw") else "linear"}
         if not self.is_of_library:
             defaults |= {"momentum": 0.9 if self.name == "momentum" else 0.0, "nesterov": False, "betas": (0.9, 0.999)}
             defaults |= {"eps": 1e-10 if self.name == "adagrad" else 1e-8}
@@ -326,7 +326,7 @@ class Recipe(Checked):
 
     @property
     def image_sides(self) -> tuple[int, int]:
-        """Height and width of the images that the model is trained on."""
+        """Height and width of the images in training."""
         return sides(self.image_size)
 
     @property
@@ -349,15 +349,11 @@ class Recipe(Checked):
         """Whether the output of frozen layers can be cached for training and evaluation."""
         return self.augment.is_finite and self.image_sides == self.eval_sides
 
-    def override(self, changes: Mapping[str, Any]) -> "Recipe":
-        """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
+    def override(self, changes: Mapping[str, object]) -> "Recipe":
+        """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`; raises InputError.
 
-        Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except the learning
-        rate, its base batch, its decay by layer and weight decay. Another length or batch size resets
-        `schedule.corrections`.
-
-        Raises:
-            InputError: a key is unknown, or a value has the wrong type or is impossible.
+        Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except
+        `KEPT_OF_OPTIMIZER`. Another length or batch size resets `schedule.corrections`.
         """
         table = self.to_dict()
         for key in ("optimizer", "schedule"):
@@ -389,10 +385,7 @@ class Recipe(Checked):
         return table
 
     def to_toml(self, comment: str = "") -> str:
-        """Return the complete recipe as TOML, every line of `comment` above it.
-
-        Defaults of torch's and timm's own optimizers are left out.
-        """
+        """Return the complete recipe as TOML, but for defaults of torch's and timm's optimizers, below a comment."""
         import tomli_w
 
         table = self.to_dict()
@@ -406,19 +399,15 @@ def known_keys() -> list[str]:
     return list(with_settings({}).flat())
 
 
-def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
-    """Build a recipe from nested plain values, as read from TOML.
-
-    Raises:
-        InputError: a key is unknown or missing, or a value has the wrong type or is impossible; `where` comes first.
-    """
+def from_dict(table: Mapping[str, object], where: str = "") -> Recipe:
+    """Build a recipe from nested plain values, as read from TOML; `where` begins messages of InputError."""
     try:
         return _build(Recipe, table)
     except InputError as error:
         raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
-def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+def _build(cls: type[T], table: Mapping[str, object], prefix: str = "") -> T:
     hints, values = typing.get_type_hints(cls), {}
     for name, value in table.items():
         key = prefix + name
@@ -444,12 +433,8 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
     return cls(**values)
 
 
-def with_settings(changes: Mapping[str, Any]) -> Recipe:
-    """Return a recipe in which only `changes`, dotted keys, are meaningful.
-
-    Raises:
-        InputError: see `Recipe.override`.
-    """
+def with_settings(changes: Mapping[str, object]) -> Recipe:
+    """Return a recipe in which only `changes`, dotted keys, are meaningful."""
     return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)
 
 
@@ -464,11 +449,7 @@ def of_run(recipe: Recipe) -> Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file.
-
-    Raises:
-        InputError: the file cannot be read or parsed, or its content is not a recipe.
-    """
+    """Read a recipe file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -4,7 +4,6 @@ import html
 import json
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -40,11 +39,7 @@ class Display:
 class Console:
     """Prints messages and progress, and copies every message to the log of its rank once that is open.
 
-    Args:
-        stream: receives the lines; None prints nothing.
-        rank: the rank of this process; only rank 0 shows progress.
-        device: torch's name of the rank's device, for the log; it may be set until the log is open.
-        display: in place of a stream.
+    Without a stream or a display, nothing is printed. Only rank 0 shows progress. `device` is torch's, for the log.
     """
 
     def __init__(
@@ -143,7 +138,7 @@ class Console:
             self._log.flush()
             self._pending.clear()
 
-    def _show(self, event: str, *arguments: Any) -> None:
+    def _show(self, event: str, *arguments: object) -> None:
         """Call the method of the display that an event names."""
         try:
             if self._display is not None:
@@ -193,11 +188,11 @@ class Relay(Display):
         super().__init__(path.open("a", encoding="utf-8"))
         self.has_bar = has_bar
 
-    def show(self, *progress: Any) -> None:
+    def show(self, *progress: object) -> None:
         """Have the progress drawn."""
         self.line(*progress, event="show")
 
-    def line(self, *arguments: Any, event: str = "line") -> None:
+    def line(self, *arguments: object, event: str = "line") -> None:
         """Have a line printed."""
         super().line(json.dumps([event, *arguments]))
 
@@ -231,13 +226,7 @@ class _TerminalBar(Display):
         self._progress.update(0, description=text, completed=done, total=total)
 
     def line(self, text: str) -> None:
-        indent = " " * (len(text) - len(text.lstrip(" ")) + 2)
-        for line in text.splitlines() or [""]:
-            # Long words, such as paths, stay whole: they can then be copied.
-            wrapped = textwrap.wrap(
-                line, self._console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-            self._console.print("\n".join(wrapped))
+        self._console.print(text)
 
     def close(self) -> None:
         if self._progress is not None:

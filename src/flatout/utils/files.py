@@ -32,15 +32,9 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
 
 
 def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> None:
-    """Write a temporary file next to `path`, flush it to disk, then rename it. An error leaves nothing behind.
+    """Write a file, which replaces another only when it is complete; an error leaves nothing behind.
 
-    Args:
-        path: the file; an existing one is replaced only when the new one is complete.
-        content: its bytes, or a function that writes the path it is given.
-
-    Raises:
-        DiskFull: the disk is full.
-        InputError: the folder is missing or cannot be written.
+    `content` is its bytes, or a function that writes the path it is given. Raises DiskFull or InputError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = None

@@ -1,8 +1,7 @@
 """Reproducible randomness: every random number is a function of (seed, stream, index), without a state.
 
-Any process can compute any number at any time, so results do not depend on the engine, the number of devices or
-resuming. The generator is NumPy's Philox, which is counter-based (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011). Only its raw 64-bit output is used, which NumPy guarantees never to change.
+The generator is NumPy's Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Only its raw
+64-bit output is used, which NumPy guarantees never to change.
 """
 
 from enum import IntEnum
@@ -55,14 +54,10 @@ def permutation(seed: int, stream: Stream, index: int, count: int) -> np.ndarray
 
 
 def block_permutation(seed: int, stream: Stream, index: int, count: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a random permutation of 0..count-1, int64 [count], that proceeds window by window.
+    """Return a random permutation of 0..count-1, int64 [count], and the end of each window in it, int64 [windows].
 
     Blocks of `block` consecutive numbers are shuffled, `WINDOW_BLOCKS` of them at a time form a window, and the numbers
-    of each window are shuffled. The windows are the same for all streams. If one window contains everything, the result
-    is that of `permutation`.
-
-    Returns:
-        The permutation, and the end of each window in it, int64 [windows].
+    of each window are shuffled. If one window contains everything, the result is that of `permutation`.
     """
     shuffled = permutation(seed, stream, index, count)
     windows = permutation(seed, Stream.BLOCKS, index, -(-count // block))[shuffled // block] // WINDOW_BLOCKS

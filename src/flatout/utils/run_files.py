@@ -31,7 +31,7 @@ FOLD = "fold-{}"
 SCALING = "scaling.json"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # Types of the values that reports read from the recipe and the summary; each may be missing or null.
-_TYPES: dict[Any, str] = {
+_TYPES: dict[type | tuple[type, ...], str] = {
     str: "job task model date stopped engine precision pack pack_fingerprint",
     (int, float): "test_accuracy valid_accuracy test_correct test_count epochs parameters best_epoch kept_epoch"
     " world_size images_per_second train_seconds wall_seconds peak_rss_bytes peak_device_bytes threads_per_rank",
@@ -79,12 +79,7 @@ class RunFiles:
 
 
 def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
-    """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them.
-
-    Raises:
-        InputError: `run` is not a folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
-            value in recipe.toml or summary.json has the wrong type.
-    """
+    """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them."""
     if not (run / RECIPE).is_file():
         raise InputError(f"{run}: not a run folder: recipe.toml is missing; give the folder that `flatout train` wrote")
     if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():
@@ -114,7 +109,7 @@ def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
     return text, recipe
 
 
-def _check_types(path: Path, content: dict[str, Any]) -> None:
+def _check_types(path: Path, content: dict[str, object]) -> None:
     for kind, names in _TYPES.items():
         for name in names.split():
             if content.get(name) is not None and not isinstance(content[name], kind):
@@ -195,7 +190,7 @@ def visible(images: np.ndarray) -> np.ndarray:
     return np.minimum(images * (255 / max(1, images.max(initial=0))), 255).astype(np.uint8)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write JSON atomically; NaN and infinity become null."""
     write_atomically(path, (json.dumps(plain(content), indent=2) + "\n").encode())
 

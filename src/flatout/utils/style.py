@@ -29,10 +29,7 @@ _CJK_FONTS = (
 
 
 def readable_on(colour: Any) -> str:
-    """Return black or white, whichever is more readable on an RGB colour in 0..1.
-
-    The contrast is at least 4.5, by the relative luminance of WCAG 2.
-    """
+    """Return black or white, whichever is more readable on an RGB colour in 0..1, by WCAG 2's relative luminance."""
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if luminance > 0.179 else "#ffffff"

@@ -52,11 +52,7 @@ _NAMES = "name the arrays x_train, y_train, x_test, y_test, or images and labels
 
 
 def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise the `.npy` files of a folder, one `.npy` file with labels next to it, or an `.npz` file.
-
-    Raises:
-        InputError: labels are missing, or two files could be the same.
-    """
+    """Recognise the `.npy` files of a folder, one `.npy` file with labels next to it, or an `.npz` file."""
     suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix == ".npz":
         return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
@@ -160,11 +156,7 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise an IDX data set in a folder.
-
-    Raises:
-        InputError: a file's partner or the training split is missing, or two files could be the same.
-    """
+    """Recognise an IDX data set in a folder."""
     if not path.is_dir():
         if _IDX_NAME.fullmatch(path.name.removesuffix(".gz")):
             raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
@@ -182,33 +174,23 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file, compressed with gzip or not, as an array in the machine's byte order.
-
-    Raises:
-        InputError: the file cannot be read, is not an IDX file, or is shorter or longer than its header says.
-    """
+    """Read an IDX file, compressed with gzip or not, as an array in the machine's byte order."""
     with reading(path), open_decompressed(path) as file:
         stream = LimitedStream(file, path)
-        # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
-        magic = stream.read(4)
-        if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
-            raise InputError(f"{path}: is not an IDX file (it starts with {magic.hex(' ') or 'nothing'})")
-        header = stream.read(4 * magic[3])
-        shape = tuple(np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4").tolist())
-        dtype = np.dtype(_IDX_TYPES[magic[2]])
-        size = math.prod(shape) * dtype.itemsize
-        content = bytearray()
-        # In blocks, so that a wrong header cannot exhaust memory.
-        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 20))):
-            content += block
-        if len(shape) < magic[3] or len(content) < size:
-            raise InputError(
-                f"{path}: is cut off: its header promises shape {shape}, {size:,} bytes, "
-                f"of which {len(content):,} are there; get it again"
-            )
-        if stream.read(1):
-            raise InputError(f"{path}: is longer than its header says (shape {shape}); get it again")
-    return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)
+        content = b"".join(iter(lambda: stream.read(1 << 20), b""))
+    # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
+    magic = content[:4]
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
+        raise InputError(f"{path}: is not an IDX file (it starts with {magic.hex(' ') or 'nothing'})")
+    start, dtype = 4 + 4 * magic[3], np.dtype(_IDX_TYPES[magic[2]])
+    shape = [int.from_bytes(content[i : i + 4]) for i in range(4, start, 4)]
+    need = start + math.prod(shape) * dtype.itemsize
+    if len(content) != need:
+        raise InputError(
+            f"{path}: has {len(content):,} bytes where its header (shape {shape}) says {need:,}; get it again"
+        )
+    array = np.frombuffer(content, dtype=dtype, offset=start)
+    return array.astype(dtype.newbyteorder("="), copy=False).reshape(shape)
 
 
 # The binary version of CIFAR-10 and CIFAR-100: https://www.cs.toronto.edu/~kriz/cifar.html
@@ -252,6 +234,7 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
 _JSON_SUFFIXES = (".json", ".json.gz")
 _JSON_LAYOUT = "three pairs [images, labels] for train, validation and test are expected"
 _MAX_DEPTH = 1000
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -266,7 +249,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
     """Parse a file as a stream: a whole data set of Python floats would take gigabytes."""
     import ijson
 
-    pairs = [_Pair(path, SPLITS[0])]
+    pairs = [_Pair(f"{path}: pair 1")]
     with reading(path), open_decompressed(path) as file:
         stream = _Shallow(LimitedStream(file, path), path)
         try:
@@ -275,28 +258,25 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
             for value in ijson.items(stream, "item.item.item", use_float=True, buf_size=1 << 20):
                 if isinstance(value, list):
                     if pairs[-1].labels:
-                        if len(pairs) == len(SPLITS):
-                            raise InputError(f"{path}: goes on after the third pair; {_JSON_LAYOUT}")
-                        pairs.append(_Pair(path, SPLITS[len(pairs)]))
+                        pairs.append(_Pair(f"{path}: pair {len(pairs) + 1}"))
                     pairs[-1].add(value)
                 elif isinstance(value, (int, float, str)):
                     pairs[-1].labels.append(value)
                 else:
-                    need = "where an image or a label is expected"
-                    raise InputError(f"{path}: {pairs[-1].name}: {value!r} {need}; {_JSON_LAYOUT}")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-        except ijson.JSONError as error:
-            reason = str(error).partition("\n")[0].strip()
-            raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
-    count = sum(bool(pair.count) for pair in pairs)
-    if count != len(SPLITS):
-        fix = "" if count else "; a list of JSON objects is read from a .jsonl file, one on each line"
-        raise InputError(f"{path}: holds {count} pairs with images; {_JSON_LAYOUT}{fix}")
+                    raise InputError(f"{path}: holds {value!r} where an image or a label is expected; {_JSON_LAYOUT}")
+        except (UnicodeDecodeError, ijson.JSONError) as error:
+            what = f"the file ends in the middle or is not JSON: {first_line(error)}"
+            raise InputError(f"{path}: {what}; {_JSON_LAYOUT}") from None
+    if len(pairs) != len(SPLITS) or not all(pair.count for pair in pairs):
+        fix = "a list of JSON objects is read from a .jsonl file, one on each line"
+        raise InputError(f"{path}: holds {len(pairs)} pairs; {_JSON_LAYOUT}; {fix}")
     # The training images determine the scale: a few dark test images could suggest another.
     first = pairs[0].images()
     scale = value_range(float(first.min()), float(first.max()), path, signed=True)
-    splits = {pair.name: (to_uint8(pair.images(), scale, f"{path}: {pair.name}"), pair.labels) for pair in pairs}
+    splits = {
+        name: (to_uint8(pair.images(), scale, f"{path}: {name}"), pair.labels)
+        for name, pair in zip(SPLITS, pairs, strict=True)
+    }
     return assemble(JSON_KIND, path, splits, class_list=class_list, task=options.task)
 
 
@@ -310,37 +290,34 @@ class _Shallow:
         data = self._stream.read(size)
         text = self._begun + data
         if b'"' in text:  # brackets in texts do not count
-            text = _JSON_TEXT.sub(b"", text)
-            start = text.find(b'"') if b'"' in text else len(text)
-            text, self._begun = text[:start], text[start:]
-        begins, ends = text.count(b"[") + text.count(b"{"), text.count(b"]") + text.count(b"}")
-        deepest = self._depth + begins
-        if deepest > _MAX_DEPTH:
-            marks = np.frombuffer(text, np.uint8)
-            opened, closed = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
-            steps = opened.view(np.int8) - closed.view(np.int8)
-            deepest = self._depth + int(np.cumsum(steps, dtype=np.int64).max())
-        if deepest > _MAX_DEPTH or len(self._begun) > 2 * size:
+            text, quote, begun = _JSON_TEXT.sub(b"", text).partition(b'"')
+            self._begun = quote + begun
+        for bracket in text.translate(None, _NO_BRACKETS):
+            self._depth += 1 if bracket in b"[{" else -1
+            if self._depth > _MAX_DEPTH:
+                break
+        if self._depth > _MAX_DEPTH or len(self._begun) > 2 * size:
             raise InputError(f"{self._path}: is nested too deeply, or has a text that is too long; {_JSON_LAYOUT}")
-        self._depth += begins - ends
         return data
 
 
 class _Pair:
-    def __init__(self, path: Path, name: str) -> None:
-        self.name, self.labels, self.count = name, list[Any](), 0
-        self._path, self._values, self._length = path, bytearray(), 0
+    """The images, all of one length, and labels of one split; `where` begins messages."""
 
-    def add(self, image: list[Any]) -> None:
-        where = f"{self._path}: {self.name} image {self.count}"
+    def __init__(self, where: str) -> None:
+        self.labels, self.count = list[int | float | str](), 0
+        self._where, self._values, self._length = where, bytearray(), 0
+
+    def add(self, image: list[object]) -> None:
         self._length = self._length or len(image)
-        if len(image) != self._length or math.isqrt(self._length) ** 2 != self._length or not image:
-            need = f"the {self._length} of image 0" if self.count else "a square number, such as 784 for 28x28"
-            raise InputError(f"{where} has {len(image)} numbers instead of {need}")
         try:
-            self._values += np.array(image, dtype=np.float32).tobytes()
+            pixels = np.array(image, dtype=np.float32)
+            if pixels.shape != (math.isqrt(self._length) ** 2,) or not image:
+                raise ValueError
         except (TypeError, ValueError):
-            raise InputError(f"{where} holds something other than numbers") from None
+            need = "a list of numbers, for all images the same square number, such as 784 for 28x28"
+            raise InputError(f"{self._where}: image {self.count}: must be {need}") from None
+        self._values += pixels.tobytes()
         self.count += 1
 
     def images(self) -> np.ndarray:
@@ -400,17 +377,13 @@ def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> di
     elif isinstance(data, tuple) and len(data) in (2, 3):
         parts = dict(zip(("train", "test") if len(data) == 2 else SPLITS, data, strict=True))
     else:
-        raise InputError(f"data: is {_kind(data)}; give {part_name}, or a dict of those for train, valid and test")
+        raise InputError(
+            f"data: is a {type(data).__name__}; give {part_name}, or a dict of those for train, valid and test"
+        )
     for name, part in parts.items():
         if not is_part(part):
-            raise InputError(f"data: the {name} part is {_kind(part)}; give {part_name}")
+            raise InputError(f"data: the {name} part is a {type(part).__name__}; give {part_name}")
     return in_order(parts, "data")
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:3])})"
-    return f"a {type(value).__name__}"
 
 
 def _as_array(value: Any) -> np.ndarray:

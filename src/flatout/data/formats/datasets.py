@@ -1,8 +1,4 @@
-"""Data sets of other libraries: Parquet files, saved Hugging Face data sets, and data sets of torch in Python.
-
-A saved data set is a folder of Arrow files with `dataset_info.json`, or a folder of such folders, one for each split,
-with `dataset_dict.json`. Class names are those in the metadata of the schema.
-"""
+"""Data sets of other libraries: Parquet files, saved Hugging Face data sets, and data sets of torch in Python."""
 
 import errno
 import json
@@ -50,7 +46,7 @@ def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions)
 
 
 def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise a saved Hugging Face data set."""
+    """Recognise a folder of Arrow files with `dataset_info.json`, or one per split with `dataset_dict.json`."""
     splits: dict[str, list[Path]] = {}
     try:
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
@@ -67,8 +63,8 @@ def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-    return [folder / Path(file["filename"]).name for file in files]
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / Path(file["filename"]).name for file in state["_data_files"]]
 
 
 def _read_tables(
@@ -288,10 +284,9 @@ def _is_map_style(value: object) -> bool:
 def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     """Read data sets whose items are (image, label), or dicts of these, once into an array.
 
-    A data set has a length and items, or is iterated once to its end. An image is a PIL image, or uint8, uint16 or
-    float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W]. The first items are read twice to
-    detect random transforms, which a note reports. Labels are as `arrays.from_arrays` takes them. `data` is a data set,
-    or a tuple (train[, valid], test) or a dict by split of them.
+    An image is a PIL image, or uint8, uint16 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or
+    [C, H, W]. The first items are read twice to detect random transforms. `data` is a data set, or a tuple
+    (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
     splits = {name: _read_items(part, name) for name, part in parts.items()}
@@ -333,8 +328,8 @@ def _pair(item: Any, where: str) -> tuple[Any, Any]:
             return item[image], item[label]
     elif isinstance(item, (tuple, list)) and len(item) >= 2:
         return item[0], item[1]
-    found = f"dict of {', '.join(map(str, item))}" if isinstance(item, Mapping) else type(item).__name__
-    raise InputError(f"{where} is a {found}; a pair (image, label), or a dict with 'image' and 'label', is needed")
+    need = "a pair (image, label), or a dict with 'image' and 'label', is needed"
+    raise InputError(f"{where} is a {type(item).__name__}; {need}")
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:

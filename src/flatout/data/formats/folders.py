@@ -3,9 +3,9 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,6 @@ _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 def is_image_name(name: str) -> bool:
     """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
-
-
-# Listing
 
 
 class Entry:
@@ -57,13 +54,13 @@ class Entry:
             return self._entry.is_file()
         return False
 
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        return self._entry.is_symlink()
+
 
 def visible(folder: Path) -> Sequence[Entry]:
-    """List a folder by name, without hidden files and operating system artefacts.
-
-    Raises:
-        InputError: the folder cannot be read.
-    """
+    """List a folder by name, without hidden files and operating system artefacts."""
     try:
         with os.scandir(folder) as entries:
             found = [Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER]
@@ -88,13 +85,7 @@ def has_images(folder: Path) -> bool:
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    """Recognise a tree of class folders.
-
-    A class may be called train: next to other class folders, a folder `train` that directly contains images is a class.
-
-    Raises:
-        InputError: it is unclear which folders are classes.
-    """
+    """Recognise a tree of class folders; next to others, a folder `train` that itself contains images is a class."""
     if not path.is_dir():
         return None
     below, splits = _folders(path), _split_folders(path)
@@ -117,11 +108,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 
 
 def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[str, Path]:
-    """Return split -> file or folder, without those of no split.
-
-    Raises:
-        InputError: two mean the same split.
-    """
+    """Return split -> file or folder, without those of no split; two of one split are an InputError."""
     found: dict[str, Path] = {}
     for split, part in named:
         if split in found:
@@ -140,23 +127,13 @@ def _has_class_folders(folder: Path) -> bool:
     return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
 
 
-@dataclass
-class _Listing:
-    """The image files in and below folders, and the suffixes of other files."""
-
-    images: list[str] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
-
-    def add(self, entry: Entry, above: tuple[Path, ...] = ()) -> None:
-        if entry.is_dir():
-            real = entry.path.resolve()
-            if real not in above:  # not a link to a parent folder
-                for inner in visible(entry.path):
-                    self.add(inner, (*above, real))
-        elif is_image_name(entry.name):
-            self.images.append(str(entry.path))
-        else:
-            self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
+def _files_below(entry: Entry, above: tuple[Path, ...]) -> Iterator[Entry]:
+    """Yield a file, or those in and below a folder, unless it is a link to one of those above."""
+    if not entry.is_dir():
+        yield entry
+    elif (real := entry.path.resolve()) not in above:
+        for inner in visible(entry.path):
+            yield from _files_below(inner, (*above, real))
 
 
 def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> ImageDataset:
@@ -164,17 +141,26 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
     others: Counter[str] = Counter()
     notes: list[str] = []
     for split, folder in splits.items():
-        classes, loose = _list_classes(folder)
-        filled = {name: listing.images for name, listing in classes.items() if listing.images}
-        others += sum((listing.others for listing in classes.values()), loose.others)
-        if empty := [name for name in classes if name not in filled]:
-            notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
-        if loose.images and not filled:
+        images: dict[str, list[str]] = {}
+        loose, above = list[str](), (folder.resolve(),)
+        for entry in visible(folder):
+            if entry.is_dir() and printable(entry.name) != entry.name:
+                raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
+            own = images.setdefault(entry.name, []) if entry.is_dir() else loose
+            for file in _files_below(entry, above):
+                if is_image_name(file.name):
+                    own.append(str(file.path))
+                else:
+                    others[printable(Path(file.name).suffix.lower() or file.name)] += 1
+        filled = {name: files for name, files in images.items() if files}
+        if loose and not filled:
             raise InputError(f"{folder}: holds images but no class folders; sort the images into a folder per class")
-        if loose.images:
-            notes.append(f"ignored images outside the class folders in {folder}: {len(loose.images):,}")
+        if empty := [name for name in images if name not in filled]:
+            notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
+        if loose:
+            notes.append(f"ignored images outside the class folders in {folder}: {len(loose):,}")
         codes = np.repeat(np.arange(len(filled)), list(map(len, filled.values())))
-        parts[split] = [image for images in filled.values() for image in images], DistinctLabels(list(filled), codes)
+        parts[split] = list(chain.from_iterable(filled.values())), DistinctLabels(list(filled), codes)
     extra = [entry.name for entry in _folders(path) if split_of(entry.name) is None]
     if extra and splits != {"train": path}:
         notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
@@ -192,18 +178,6 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
         locate=lambda split, i: str(Path(parts[split][0][i]).parent),
         task=task,
     )
-
-
-def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
-    """Return class name -> files, and the files outside the class folders."""
-    classes: dict[str, _Listing] = {}
-    loose = _Listing()
-    for entry in visible(folder):
-        if entry.is_dir() and printable(entry.name) != entry.name:
-            raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
-        listing = classes.setdefault(entry.name, _Listing()) if entry.is_dir() else loose
-        listing.add(entry, (folder.resolve(),))
-    return classes, loose
 
 
 # Classes in the names of files

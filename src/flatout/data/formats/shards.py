@@ -1,18 +1,10 @@
-"""Data sets in several large files: WebDataset shards and TFRecord files, whose images are read in place.
-
-WebDataset shards are tar files. The members of a sample follow each other, and have one name up to the first dot:
-`000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
-
-A record of a TFRecord file is its length (8 bytes, little-endian), the masked CRC-32C of these, the data, and the
-masked CRC-32C of the data: https://www.tensorflow.org/tutorials/load_data/tfrecord. The data is a protocol buffer,
-`tf.train.Example`: https://protobuf.dev/programming-guides/encoding/. TensorFlow is not needed.
-"""
+"""Data sets in several large files: WebDataset shards and TFRecord files, whose images are read in place."""
 
 import json
 import math
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +24,8 @@ _MAX_PATHS = 100_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
-# WebDataset
+# WebDataset: tar files. The members of a sample follow each other, and have one name up to the first dot:
+# `000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
 _JSON_KEYS = ("label", "labels", "cls", "class", "target", "class_id", "category")
 _PEEKED, _PEEKED_BYTES = 16, 1 << 24
 _MAX_LABEL_BYTES = 1 << 20
@@ -66,10 +59,7 @@ def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions
 
 
 def find_shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
-    """Return split -> shards by name, from a folder, a file, or a pattern with braces.
-
-    The split is given by the folder or by a word of the name; shards without one are training data.
-    """
+    """Return split -> shards by name, from a folder, a file, or a pattern; those without a split are training data."""
     found: dict[str, list[Path]] = {}
     for split, file in _files(path) if path.is_dir() else ((None, file) for file in expand_braces(path)):
         if is_shard(file.name) and file.is_file():
@@ -92,11 +82,7 @@ def reference(
     read: Callable[[dict[str, list[Path]]], ImageDataset],
     beside: tuple[Path, ...] = (),
 ) -> DataSource | None:
-    """Return the data in split -> shards, or None without shards; it also depends on the files `beside`.
-
-    Raises:
-        InputError: there are no training shards.
-    """
+    """Return the data in split -> shards, or None without shards; it also depends on the files `beside`."""
     if not splits:
         return None
     splits = in_order(splits, path)
@@ -105,26 +91,19 @@ def reference(
 
 
 def expand_braces(path: Path) -> list[Path]:
-    """Expand `{000..127}` and `{train,val}` as a shell does; an existing file is not expanded.
-
-    Raises:
-        InputError: there are too many names.
-    """
+    """Expand `{000..127}` and `{train,val}` as a shell does; an existing file is not expanded."""
     if "{" not in str(path) or path.exists():
         return [path]
-    parts = [_choices(part) if i % 2 else [part] for i, part in enumerate(_BRACES.split(str(path)))]
+    parts: list[Sequence[str]] = []
+    for i, text in enumerate(_BRACES.split(str(path))):
+        if i % 2 and (match := _RANGE.fullmatch(text)):
+            numbers = range(int(match[1]), int(match[2]) + 1)[: _MAX_PATHS + 1]
+            parts.append([f"{number:0{len(match[1])}}" for number in numbers])
+        else:
+            parts.append(text.split(",") if i % 2 else [text])
     if math.prod(map(len, parts)) > _MAX_PATHS:
         raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
     return [Path("".join(names)) for names in product(*parts)]
-
-
-def _choices(text: str) -> list[str]:
-    """Expand one pair of braces; of a long range, one name more than permitted."""
-    if not (match := _RANGE.fullmatch(text)):
-        return text.split(",")
-    first, last = int(match[1]), int(match[2])
-    step = 1 if first <= last else -1
-    return [f"{number:0{len(match[1])}}" for number in islice(range(first, last + step, step), _MAX_PATHS + 1)]
 
 
 # --- WebDataset ---
@@ -133,11 +112,10 @@ def _choices(text: str) -> list[str]:
 def _read_webdataset(
     path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
-    places: dict[str, list[Slice]] = {}
-    parts: dict[str, tuple[list[Slice], list[Any]]] = {}
+    parts: dict[str, tuple[list[Slice], list[object]]] = {}
     label_name = options.label_column.lower() or "cls"
     for split, files in splits.items():
-        parts[split], places[split] = ([], []), []
+        parts[split] = [], []
         for file in files:
             with reading(file), file.open("rb") as stream:
                 for key, members in _samples(member for _, member in tar_members(stream, file)):
@@ -148,15 +126,14 @@ def _read_webdataset(
                             f".{label_name} or .json member are needed; --set data.file_column=EXTENSION and --set "
                             "data.label_column=EXTENSION name others"
                         )
-                    places[split].append(_slice(file, labels[0]))
                     parts[split][0].append(_slice(file, images[0]))
-                    parts[split][1].append(_label(places[split][-1], options))
+                    parts[split][1].append(_label(_slice(file, labels[0]), options))
     return assemble(
         WEBDATASET_KIND,
         path,
         parts,
         class_list=class_list,
-        locate=lambda split, i: str(places[split][i]),
+        locate=lambda split, i: str(parts[split][0][i]),
         task=options.task,
     )
 
@@ -198,7 +175,7 @@ def _labels(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[t
     return [members[extension] for extension in (options.label_column.lower() or "cls", "json") if extension in members]
 
 
-def _label(place: Slice, options: ReadOptions) -> Any:
+def _label(place: Slice, options: ReadOptions) -> object:
     """Return a member's label: its text, or a value (perhaps a list) of its dictionary."""
     keys = (options.label_column,) if options.label_column else _JSON_KEYS
     try:
@@ -220,6 +197,9 @@ def _label(place: Slice, options: ReadOptions) -> Any:
 
 
 # --- TFRecord ---
+# A record is its length (8 bytes, little-endian), the masked CRC-32C of these, the data, and the masked CRC-32C of the
+# data: https://www.tensorflow.org/tutorials/load_data/tfrecord. The data is a protocol buffer, `tf.train.Example`:
+# https://protobuf.dev/programming-guides/encoding/.
 
 
 class _NoLabel(InputError):
@@ -268,7 +248,7 @@ def _read_tfrecord(
     )
 
 
-def _class_texts(samples: list[_Sample]) -> dict[Any, str]:
+def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
     """Return number -> class name in numeric order, if every record has both."""
     pairs = {sample.labels[0]: sample.text for sample in samples}
     if not all(isinstance(label, int) for label in pairs):
@@ -297,11 +277,9 @@ def _records(file: Path) -> Iterator[tuple[int, bytes]]:
         while header := stream.read(12):
             where = f"{file}: record {number}"
             length = int.from_bytes(header[:8], "little")
-            if len(header) < 12 or offset + length + 16 > size:
+            if len(header) < 12 or offset + length + 16 > size or length > MAX_FILE_BYTES:
                 what = f"is cut off, or this is not a TFRecord file (at byte {offset:,})"
                 raise InputError(f"{where}: {what}; get it again")
-            if length > MAX_FILE_BYTES:
-                raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
             yield offset + 12, stream.read(length)
             stream.read(4)
             offset, number = offset + length + 16, number + 1
@@ -334,13 +312,10 @@ def _text(record: bytes, value: slice, place: str) -> str:
 
 
 def _features(record: bytes) -> _Features:
-    """Return name -> values of the features of a `tf.train.Example`.
+    """Return name -> values of the features of a `tf.train.Example`; raises ValueError or IndexError if it is none.
 
     Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList, 3: Int64List}, each list
     {1: repeated value}.
-
-    Raises:
-        ValueError, IndexError: the record is damaged or not an Example.
     """
     found: _Features = {}
     for features in inside(record, slice(0, len(record)), 1):
@@ -376,11 +351,7 @@ def _int64s(record: bytes, place: slice) -> Iterator[int]:
 
 
 def masked_crc32c(data: bytes) -> bytes:
-    """Return the checksum, 4 bytes, in TensorFlow's checkpoints.
-
-    Raises:
-        ImportError: google-crc32c is not installed.
-    """
+    """Return the checksum, 4 bytes, in TensorFlow's checkpoints; raises ImportError without google-crc32c."""
     import google_crc32c
 
     crc = google_crc32c.value(data)
@@ -398,11 +369,7 @@ def inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
 
 
 def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field of a message: a number, or the position of bytes, which are not copied.
-
-    Raises:
-        ValueError: this is not a message.
-    """
+    """Yield number and value of each field of a message (else ValueError): a number, or the position of bytes."""
     position, stop = place.start, place.stop
     while position < stop:
         tag, position = varint(record, position, stop)
