@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.data.pixels import resize_images
-from flatout.inference.export.classifier import Resize
+from flatout.inference.export import Resize
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])

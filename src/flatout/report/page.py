@@ -138,8 +138,8 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "picture": [text.format(split=split) for text in words["picture"]],
         "columns": words["columns"],
         "metric": task.metric_title,
-        "trust": _trust(summary, "test" if shown and shown.split == "test" else "valid"),
-        "sets": _prediction_sets(summary),
+        "trust": trust(summary, "test" if shown and shown.split == "test" else "valid"),
+        "sets": prediction_sets(summary),
         "set_columns": SET_COLUMNS,
         "trust_charts": pictures.trust_charts(summary, shown, task, names),
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
@@ -254,11 +254,11 @@ def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tu
     return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
 
 
-def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+def trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+    """Return intervals, further metrics and calibration of a split, each with its name."""
     found = summary.get("trust") or {}
     rows: list[tuple[str, str]] = []
-    interval = summary.get(f"{split}_accuracy_interval")
-    if isinstance(interval, list) and len(interval) == 2:
+    if interval := summary.get(f"{split}_accuracy_interval"):
         rows.append(("95 % confidence interval", "–".join(f"{end:.3f}" for end in interval)))
     values = {
         "balanced accuracy": summary.get(f"{split}_balanced_accuracy"),
@@ -269,18 +269,16 @@ def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
         "temperature": found.get("temperature"),
     }
     rows += [(name, f"{value:.3f}") for name, raw in values.items() if (value := finite(raw)) is not None]
-    if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
-        rows.append(("images answered “unknown”", f"{100 * share:.1f}\u00a0%"))
+    if "unknown" in found:
+        rows.append(("images answered “unknown”", f"{100 * found['unknown']['flagged']:.1f}\u00a0%"))
     return rows
 
 
-def _prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    found = (summary.get("trust") or {}).get("prediction_sets") or ()
-    keys = {"coverage", "covered", "single", "mean_size"}
+def prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a row of `SET_COLUMNS` for each coverage."""
     return [
         (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], Decimal(f"{row['mean_size']:.2f}"))
-        for row in found
-        if keys <= row.keys()
+        for row in (summary.get("trust") or {}).get("prediction_sets") or ()
     ]
 
 
