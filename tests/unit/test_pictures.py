@@ -103,11 +103,10 @@ def test_axes_do_not_dramatise_noise():
     assert high - low >= 0.17
 
 
-def test_a_run_of_one_epoch_shows_the_loss_by_steps_and_accuracies_as_bars():
+def test_a_run_of_one_epoch_shows_the_loss_by_steps():
     losses = [[step, 2.0 / step] for step in range(1, 11)]
     loss = panel([epoch_line(1)], "loss", train_loss_by_step=losses)
     assert len(loss.lines[0].get_xdata()) == 10
-    assert len(panel([epoch_line(1)], "accuracy").patches) == 2
 
 
 def test_the_legend_names_the_kept_epoch_and_its_score():

@@ -53,7 +53,6 @@ def loss_rose(split: str, losses: tuple[float, ...] = (0.40, 0.31, 0.28, 0.29, 0
         (TWO, {}, [epoch_line(1), epoch_line(2, train_loss=math.nan)], {}, "diverged in epoch 2: the loss is not"),
         (TWO, {}, [epoch_line(1, train_loss=1.5), epoch_line(2, train_loss=0.69, valid_loss=0.69)], {},
          "its loss, 1.5, is far above that of guessing, 0.69"),
-        (["a", "b", "c"], COUNTS, STEADY, {}, "Never predicted, although present in the test images: c."),
         (["a", "b", "c"], COUNTS, STEADY, {}, "1,200 training images of a, 30 of c"),
         (TWO, {"input_wait_fraction": 0.43}, STEADY, {}, "43% of the training time"),
         (TWO, {}, loss_rose("valid"), {}, "The validation loss rose from 0.280 in epoch 3 to 0.330 in epoch 6"),
