@@ -53,9 +53,9 @@ class Task(ABC):
     # Recipe keys with the only value that this task supports, and the reason.
     only: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
-    @abstractmethod
     def num_outputs(self, classes: int) -> int:
         """Return K for a number of classes."""
+        return classes
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the targets of the loss for labels of a pack: [N] or [N, K], int64 or float32."""
@@ -98,13 +98,13 @@ class Task(ABC):
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
         """Return the probability of each class, float32 [B, classes]; in regression the numbers, [B, 1]."""
 
-    @abstractmethod
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
         """Return the predictions: classes int64 [B], -1 if not finite; probabilities [B, K]; or numbers [B]."""
+        return self.probabilities(logits_BK)
 
-    @abstractmethod
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
         """Return the predictions from `probabilities` [N, classes], such as means over several models."""
+        return probabilities
 
     @abstractmethod
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
@@ -388,9 +388,6 @@ class MultiLabel(Task):
     report_remark = "F1 {f1_macro:.3f} (macro), {f1_micro:.3f} (micro)"
     mixes_targets = True
 
-    def num_outputs(self, classes: int) -> int:
-        return classes
-
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
         return rng.integers(0, 2, (count, classes), np.uint8)
 
@@ -417,12 +414,6 @@ class MultiLabel(Task):
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
         return logits_BK.float().sigmoid()
-
-    def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        return self.probabilities(logits_BK)
-
-    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        return probabilities
 
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         return averaged_sigmoid(logits_VBK.float())

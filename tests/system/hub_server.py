@@ -136,10 +136,6 @@ class _Answer(BaseHTTPRequestHandler):
         self.send(200, {"url": f"{self.server.url}/{name}"})
 
     def check_card(self, body: bytes) -> None:
-        import yaml
-
-        text = json.loads(body)["content"]
-        yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.S)[1])  # pyright: ignore
         self.send(200, {"errors": [], "warnings": []})
 
     def found(self, name: str) -> Repository:

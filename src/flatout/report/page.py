@@ -15,7 +15,7 @@ from flatout.engine.pixels import centre
 from flatout.report import pictures
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.verdict import CHECKED, stages
-from flatout.tasks import Task, confusion, task_named
+from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
 from flatout.utils.run_files import REPORT, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
@@ -179,17 +179,10 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
 
 
 def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    """Return a row for each class that has images, the worst first; single-label: with the most frequent mistake."""
+    """Return a row for each class that has images, the worst first."""
     keys = ("class", "support", "precision", "recall", "f1")
-    rows = task.per_class(shown.predicted, shown.labels, names)
-    cells = [tuple(row[key] for key in keys) for row in rows]
-    if task.name == "single-label":
-        matrix_KK = confusion(shown.predicted, shown.labels, len(names))
-        np.fill_diagonal(matrix_KK, 0)
-        rivals, times = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
-        taken_for = [f"{names[k]} ({n:,}\u00a0×)" if n else "—" for k, n in zip(rivals, times, strict=True)]
-        cells = [(*row, last) for row, last in zip(cells, taken_for, strict=True)]
-    return sorted((row for row in cells if row[1]), key=lambda row: (row[4], -row[1]))
+    rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
+    return sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))
 
 
 def trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:

@@ -167,7 +167,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
         return
     _scale_axis(axes, quantity, min(drawn), max(drawn))
-    _mark_epochs(axes, metrics, summary, quantity)
+    _mark_kept(axes, metrics, summary, quantity)
     style.add_legend(axes, handlelength=1.8)
 
 
@@ -194,14 +194,7 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
-    rows = [(line["epoch"], [line.get(f"{split}_{quantity}") for split in LINES]) for line in metrics]
-    broken = [epoch for epoch, row in rows if any(isinstance(v, float) and not math.isfinite(v) for v in row)]
-    if broken:
-        axes.plot(
-            broken, [0.04] * len(broken), transform=axes.get_xaxis_transform(), color=style.WRONG, marker="x",
-            linestyle="", markersize=5, label="not a number",
-        )  # fmt: skip
+def _mark_kept(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
     kept: Any = summary.get("kept_epoch") or summary.get("best_epoch")
     scores = {line["epoch"]: finite(line.get(f"valid_{quantity}")) for line in metrics}
     if kept in scores and len(metrics) > 1:
