@@ -46,7 +46,7 @@ def loss_rose(split: str, losses: tuple[float, ...] = (0.40, 0.31, 0.28, 0.29, 0
         (TWO, WEIGHTED | {"test_accuracy": 0.9}, lines(1), {}, "always answering the largest class (0.900)"),
         (TWO, WEIGHTED | {"test_balanced_accuracy": 0.5}, STEADY, {"class_weights": "balanced"},
          "Test balanced accuracy 0.500 is chance for 2 classes"),
-        (TWO, {"test_accuracy": 0.6, "test_count": 40}, lines(1, train_accuracy=0.6), {}, "within ±"),
+        (TWO, {"test_accuracy": 0.6, "test_count": 40}, lines(1, train_accuracy=0.6), {}, "chance"),
         (TWO, {}, OVERFITTED, {}, "Overfitting: accuracy 0.990 in training, 0.800 on test images"),
         (TWO, {}, OVERFITTED, {}, "augment.shift"),
         (TWO, {}, RISING, {}, "still rising at the end, by 0.040 over the last 2 epochs: more than 4 epochs"),

@@ -79,7 +79,8 @@ class Run:
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
         value = self.summary.get(f"test_{name}") or self.summary.get(f"valid_{name}")
-        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={value})"
+        shown = None if value is None else f"{value:.4f}"
+        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={shown})"
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -257,25 +258,11 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
-        """Return the figures of the run and its pictures, for notebooks."""
-        summary, name = self.summary, self.task.metric_names[0]
-        figures = {
-            "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
-            f"test {name}": summary.get(f"test_{name}"),
-            f"validation {name}": summary.get(f"valid_{name}"),
-            "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
-            "devices": summary.get("devices"),
-            "folder": self.path,
-        }
-        rows = pictures = ""
-        for name, value in figures.items():
-            if value is not None:
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
-                rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
-        for path in (self.path / "curves.png", self.path / "predictions.png"):
-            if path.is_file():
-                pictures += f'<img style="max-width:45%" src="{data_uri("image/png", path.read_bytes())}">'
-        return f"<table>{rows}</table>{pictures}"
+        """Return the run in words and its pictures, for notebooks."""
+        pictures = (self.path / name for name in ("curves.png", "predictions.png"))
+        uris = [data_uri("image/png", path.read_bytes()) for path in pictures if path.is_file()]
+        shown = "".join(f'<img style="max-width:45%" src="{uri}">' for uri in uris)
+        return f"<p>{escape(repr(self))}</p>{shown}"
 
     def top_losses(self, count: int = 9) -> StoredPredictions:
         """Return the `count` test (else validation) images with the highest loss; a notebook shows them as pictures."""

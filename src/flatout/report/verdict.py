@@ -121,8 +121,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
     finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
         return
-    if accuracy > guess + 0.01:
-        how += f", within ± {spread:.3f} on {count:,} images"
     if run.train is not None and run.train > max(LEARNT_FACTOR * guess, guess + OVERFITTING_GAP):
         yield (
             f"{finding} {how}, although training accuracy is {run.train:.3f}."
