@@ -284,10 +284,8 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         "network": f"{recipe.model}, {summary.get('parameters') or 0:,} parameters",
         "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
         "data": recipe.data.path or recipe.job or "images given in Python",
-        "training images": f"{summary.get('train_images') or 0:,}",
         "training": f"{summary.get('epochs_trained') or 0} epochs, {duration(summary.get('train_seconds') or 0)}",
         "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
-        "date": str(summary.get("date") or "")[:10],
     }
     rows, model = summary.get("per_class") or [], recipe.model
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
