@@ -1,10 +1,10 @@
 """Tasks: what labels mean, with the losses, metrics and predictions of each kind.
 
 Formulas on logits are torch, and pure, since the XLA engine exports them. Everything else is NumPy.
-
 Shape letters: N samples, B batch, V views, K outputs or classes.
 """
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError
-from flatout.utils.style import finite, plain
+from flatout.utils.style import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,44 +31,31 @@ DEFAULT_THRESHOLD = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A task; equal tasks give equal results.
+    """A task; equal tasks give equal results."""
 
-    Attributes:
-        loss, label_smoothing: see the recipe; `is_balanced` is its `class_weights = "balanced"`.
-        label_mean, label_std: those of regression labels, which are standardised.
-        thresholds: the minimum probability at which each class is predicted; empty for 1/2.
-        own_metrics: pairs of a name and a user's function of labels and predictions.
-        temperature: the divisor of the logits; see `inference.calibration`.
-        name: the recipe's `task`.
-        losses: the recipe's choices of `loss`, the default first.
-        metric_names: the keys of `metrics`; the first one is drawn and printed.
-        step_metric: the name of what `step_metrics` returns, on average.
-        metric_title: the title of the curve of the first one.
-        mixes_targets: whether targets are mixed before the loss, since they are numbers; otherwise two losses are
-            mixed.
-        only: recipe keys with the only value that this task supports, and the reason.
-    """
-
-    loss: str = ""
+    loss: str = ""  # this and the next two: see the recipe
     label_smoothing: float = 0.0
-    is_balanced: bool = False
-    label_mean: float = 0.0
+    is_balanced: bool = False  # class_weights = "balanced"
+    label_mean: float = 0.0  # of regression labels, which are standardised
     label_std: float = 1.0
-    thresholds: tuple[float, ...] = ()
-    own_metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
-    temperature: float = 1.0
+    thresholds: tuple[float, ...] = ()  # minimum probability at which each class is predicted; empty for 1/2
+    own_metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()  # names, and functions of labels and predictions
+    temperature: float = 1.0  # divisor of the logits; see `inference.calibration`
 
-    name: ClassVar[str]
-    losses: ClassVar[tuple[str, ...]]
-    metric_names: ClassVar[tuple[str, ...]]
-    metric_title: ClassVar[str]
-    step_metric: ClassVar[str]
-    mixes_targets: ClassVar[bool]
+    name: ClassVar[str]  # the recipe's `task`
+    losses: ClassVar[tuple[str, ...]]  # the recipe's choices of `loss`, the default first
+    metric_names: ClassVar[tuple[str, ...]]  # the keys of `metrics`; the first one is drawn and printed
+    metric_title: ClassVar[str]  # of the curve of the first one
+    description: ClassVar[str]  # the metrics in words
+    report_remark: ClassVar[str]  # what the report has below the first one
+    step_metric: ClassVar[str]  # what `step_metrics` returns, on average
+    mixes_targets: ClassVar[bool]  # whether targets are mixed before the loss, or else two losses
+    # Recipe keys with the only value that this task supports, and the reason.
     only: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
-    @abstractmethod
     def num_outputs(self, classes: int) -> int:
         """Return K for a number of classes."""
+        return classes
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the targets of the loss for labels of a pack: [N] or [N, K], int64 or float32."""
@@ -111,13 +98,13 @@ class Task(ABC):
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
         """Return the probability of each class, float32 [B, classes]; in regression the numbers, [B, 1]."""
 
-    @abstractmethod
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        """Return the predictions: classes int64 [B], probabilities [B, K] or numbers [B]."""
+        """Return the predictions: classes int64 [B], -1 if not finite; probabilities [B, K]; or numbers [B]."""
+        return self.probabilities(logits_BK)
 
-    @abstractmethod
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
         """Return the predictions from `probabilities` [N, classes], such as means over several models."""
+        return probabilities
 
     @abstractmethod
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
@@ -134,11 +121,7 @@ class Task(ABC):
         """Return the plain loss of each sample, float64 [N], from probabilities float64 [N, classes]."""
 
     def own(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the user's metrics by name.
-
-        Raises:
-            InputError: a metric raises an exception, or does not return a number.
-        """
+        """Return the user's metrics by name."""
         answers, found = self.decided(predicted), {}
         for name, function in self.own_metrics:
             try:
@@ -155,13 +138,15 @@ class Task(ABC):
     def guessing_loss(self, classes: int) -> float:
         """Return the loss of predictions that do not depend on the image."""
 
-    @staticmethod
-    @abstractmethod
-    def describe(split: str, figures: Mapping[str, Any]) -> str:
+    @classmethod
+    def describe(cls, split: str, figures: Mapping[str, Any]) -> str:
         """Return the main metrics of a split in words, from figures such as `test_accuracy`."""
+        return f"{split} {cls.description.format(**_of(split, figures))}"
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        """Return the remark below the first metric of a split in the report."""
+        """Return the remark below the first metric of a split in the report; "" if figures are missing."""
+        with contextlib.suppress(KeyError):
+            return self.report_remark.format(**_of(split, figures))
         return ""
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
@@ -173,10 +158,7 @@ class Task(ABC):
         return predicted
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """Return `class`, `precision`, `recall`, `f1` and `support` of each class, as in scikit-learn; 0 if undefined.
-
-        Empty in regression.
-        """
+        """Return `class`, `precision`, `recall`, `f1` and `support` of each class, 0 if undefined."""
         from sklearn.metrics import precision_recall_fscore_support
 
         every = list(range(len(classes)))
@@ -190,16 +172,13 @@ class Task(ABC):
         return {}
 
     def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the most frequent mistakes: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
+        """Return mistakes made more than once: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
         return []
 
     def decisions(
         self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
     ) -> list[tuple[str, np.ndarray, np.ndarray]]:
-        """Return the two-way decisions that have ROC and precision-recall curves: name, labels 0 and 1, probabilities.
-
-        The first one is the main one; only decisions with both labels, and finite probabilities.
-        """
+        """Return the decisions that have ROC curves, the main one first: name, labels 0 and 1, probabilities."""
         return []
 
     @abstractmethod
@@ -225,6 +204,12 @@ class Task(ABC):
         return None
 
 
+def _of(split: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a split without its prefix; `plain_mae` has no exponent."""
+    found = {key.removeprefix(f"{split}_"): value for key, value in figures.items() if value is not None}
+    return found | {"plain_mae": plain(found["mae"])} if "mae" in found else found
+
+
 class SingleLabel(Task):
     """Single-label classification: one class per image; two classes may have a single sigmoid logit."""
 
@@ -233,10 +218,11 @@ class SingleLabel(Task):
     metric_names = ("accuracy", "correct", "balanced_accuracy")
     step_metric = "accuracy"
     metric_title = "Accuracy"
+    description = "accuracy {accuracy:.4f} ({correct:,} of {count:,} right)"
+    report_remark = "{correct:,} of {count:,} right"
     mixes_targets = False
 
     def num_outputs(self, classes: int) -> int:
-        """See `Task.num_outputs`: binary cross-entropy takes one logit, that of class 1."""
         if self.loss != "binary-cross-entropy":
             return classes
         if classes != 2:
@@ -249,7 +235,7 @@ class SingleLabel(Task):
         return rng.integers(0, classes, count)
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Return weights inverse to the number of samples of each class, and 1 on average over the samples."""
+        # Inverse to the number of samples of each class, and 1 on average over the samples.
         counts = np.bincount(labels, minlength=classes)
         present = counts > 0
         weights = np.zeros(classes, np.float32)
@@ -260,11 +246,7 @@ class SingleLabel(Task):
         return None if class_weights is None else class_weights[labels]
 
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
-        """Return the loss of each sample, float32 [B].
-
-        Cross-entropy is log-softmax followed by the negative log-likelihood. Label smoothing moves that share of the
-        target evenly over all classes (Szegedy et al., arXiv 1512.00567).
-        """
+        """See `Task`; label smoothing moves that share of the target evenly over all classes (arXiv 1512.00567)."""
         from torch.nn import functional
 
         logits = logits_BK.float()
@@ -277,7 +259,6 @@ class SingleLabel(Task):
         return (self.predicted(logits_BK) == targets).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
-        """See `Task.probabilities`; a single logit becomes two classes."""
         import torch
 
         logits = logits_BK.float() / self.temperature
@@ -287,7 +268,6 @@ class SingleLabel(Task):
         return logits.softmax(dim=1)
 
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        """Return the most probable class of each sample, int64 [B]; -1 where the logits are not finite."""
         best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
         return best_B.where(logits_BK.isfinite().all(dim=1), -1)
 
@@ -302,7 +282,6 @@ class SingleLabel(Task):
         return logits.log_softmax(2).logsumexp(0) - math.log(len(logits)) + logits.logsumexp(2).mean(0)[:, None]
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return accuracy, the number of right answers, and the mean accuracy over the classes."""
         counts_K = np.bincount(labels)
         correct_K = np.bincount(labels[predicted == labels], minlength=len(counts_K))
         return {
@@ -314,25 +293,14 @@ class SingleLabel(Task):
     def guessing_loss(self, classes: int) -> float:
         return math.log(max(2, classes))
 
-    @staticmethod
-    def describe(split: str, figures: Mapping[str, Any]) -> str:
-        share, right, count = (figures[f"{split}_{key}"] for key in ("accuracy", "correct", "count"))
-        return f"{split} accuracy {share:.4f} ({right:,} of {count:,} right)"
-
-    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        correct, count = figures.get(f"{split}_correct"), figures.get(f"{split}_count") or 0
-        return f"{correct:,} of {count:,} right" if correct is not None else ""
-
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
 
     def selection_metric(self, metrics: dict[str, float]) -> float:
-        """See `Task.selection_metric`; classes are weighted as in the loss."""
         # Records of earlier versions have no balanced accuracy.
         return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
-        """Return the interval of the accuracy; the top-5 accuracy for more than five classes; areas for two."""
         from sklearn.metrics import average_precision_score, roc_auc_score, top_k_accuracy_score
 
         K = probabilities.shape[1]
@@ -349,7 +317,6 @@ class SingleLabel(Task):
         return found
 
     def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """See `Task.confused_pairs`; single mistakes are left out."""
         matrix_KK = confusion(answers, labels, len(classes))
         count_K = matrix_KK.sum(axis=1) + np.bincount(labels[answers < 0], minlength=len(classes))
         np.fill_diagonal(matrix_KK, 0)
@@ -364,14 +331,12 @@ class SingleLabel(Task):
     def decisions(
         self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
     ) -> list[tuple[str, np.ndarray, np.ndarray]]:
-        """See `Task.decisions`: the second of two classes."""
         is_finite = np.isfinite(probabilities).all(axis=1)
         if len(classes) != 2 or len(np.unique(labels[is_finite])) != 2:
             return []
         return [(classes[1], labels[is_finite], probabilities[is_finite, 1])]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
-        """Return the `top` most probable classes, best first."""
         best = np.argsort(-row, kind="stable")[:top]
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
@@ -382,7 +347,6 @@ class SingleLabel(Task):
         return answers == labels
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        """Return the wrong answers, the most confident first."""
         wrong = np.flatnonzero(predicted != labels)
         confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
         return wrong[np.argsort(-confidence, kind="stable")]
@@ -420,10 +384,9 @@ class MultiLabel(Task):
     metric_names = ("map", "f1_macro", "f1_micro")
     step_metric = "exact_match"
     metric_title = "Mean average precision"
+    description = "mAP {map:.4f}, F1 {f1_macro:.4f} (macro), {f1_micro:.4f} (micro)"
+    report_remark = "F1 {f1_macro:.3f} (macro), {f1_micro:.3f} (micro)"
     mixes_targets = True
-
-    def num_outputs(self, classes: int) -> int:
-        return classes
 
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
         return rng.integers(0, 2, (count, classes), np.uint8)
@@ -432,15 +395,12 @@ class MultiLabel(Task):
         return labels.astype(np.float32)
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Return the weight of each class where it is present: images without the class by images with it."""
+        # Where the class is present: images without it by images with it.
         positive_K = labels.sum(axis=0, dtype=np.int64)
         return ((len(labels) - positive_K) / np.maximum(positive_K, 1)).astype(np.float32)
 
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
-        """Return the binary cross-entropy of each sample, the mean over its classes, float32 [B].
-
-        Label smoothing s moves the targets 0 and 1 to s/2 and 1 - s/2.
-        """
+        """See `Task`: the mean over the classes; label smoothing s moves the targets 0 and 1 to s/2 and 1 - s/2."""
         from torch.nn import functional
 
         smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
@@ -450,26 +410,16 @@ class MultiLabel(Task):
         return losses_BK.mean(dim=1)
 
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return 1 if the decisions on all classes are right, at probability 1/2; else 0."""
         return ((logits_BK > 0) == (targets > 0.5)).all(dim=1).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
         return logits_BK.float().sigmoid()
 
-    def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        return self.probabilities(logits_BK)
-
-    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        return probabilities
-
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         return averaged_sigmoid(logits_VBK.float())
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the mean average precision over the classes, and F1: the mean over the classes, and of all decisions.
-
-        See `average_precision_score` and `f1_score` of scikit-learn; a class without images counts 0.
-        """
+        """See `Task`, and scikit-learn's `average_precision_score` and `f1_score`; a class without images counts 0."""
         from sklearn.metrics import average_precision_score
 
         answers = self.decided(predicted)
@@ -487,17 +437,7 @@ class MultiLabel(Task):
         # Positive weights that equal the ratio of negatives at most double it.
         return math.log(2) * (1 + self.is_balanced)
 
-    @staticmethod
-    def describe(split: str, figures: Mapping[str, Any]) -> str:
-        precision, macro, micro = (figures[f"{split}_{key}"] for key in ("map", "f1_macro", "f1_micro"))
-        return f"{split} mAP {precision:.4f}, F1 {macro:.4f} (macro), {micro:.4f} (micro)"
-
-    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        macro, micro = (finite(figures.get(f"{split}_f1_{how}")) for how in ("macro", "micro"))
-        return f"F1 {macro:.3f} (macro), {micro:.3f} (micro)" if macro is not None and micro is not None else ""
-
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """See `Task.losses_of`: binary cross-entropy, the mean over the classes."""
         given_NK = np.where(labels > 0, probabilities, 1 - probabilities)
         return -np.log(np.maximum(given_NK, MIN_PROBABILITY)).mean(axis=1)
 
@@ -505,16 +445,13 @@ class MultiLabel(Task):
         return metrics["map"]
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
-        """Return the task with the thresholds of the highest F1 of each class."""
         thresholds = [best_threshold(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
         return replace(self, thresholds=tuple(thresholds))
 
     def decided(self, predicted: np.ndarray) -> np.ndarray:
-        """Return 1 where a probability reaches the threshold of its class, uint8 [N, K]."""
         return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
-        """Return the mean area under the ROC curves of the classes that have one."""
         from sklearn.metrics import roc_auc_score
 
         found = self.decisions(labels, probabilities, [""] * labels.shape[1])[1:]
@@ -523,7 +460,6 @@ class MultiLabel(Task):
     def decisions(
         self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
     ) -> list[tuple[str, np.ndarray, np.ndarray]]:
-        """See `Task.decisions`: all together, then those of each class."""
         is_finite = np.isfinite(probabilities).all(axis=1)
         labels, probabilities = labels[is_finite], probabilities[is_finite]
         columns = [(name, labels[:, k], probabilities[:, k]) for k, name in enumerate(classes)]
@@ -531,7 +467,6 @@ class MultiLabel(Task):
         return [column for column in columns if len(np.unique(column[1])) == 2]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
-        """Return the classes whose probabilities reach their thresholds, the most probable first."""
         best = [i for i in np.argsort(-row, kind="stable") if self.decided(row)[i]]
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
@@ -539,11 +474,9 @@ class MultiLabel(Task):
         return ", ".join(name for name, present in zip(classes, label, strict=True) if present) or "none"
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-        """See `Task.is_right`: all decisions are right."""
         return (answers == labels).all(axis=1)
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        """Return the images with wrong decisions, those with the worst one first."""
         answers = self.decided(predicted)
         worst = (np.abs(np.nan_to_num(predicted) - labels) * (answers != labels)).max(axis=1)
         order = np.argsort(-worst, kind="stable")
@@ -564,17 +497,15 @@ def best_threshold(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
 
 
 class Regression(Task):
-    """A number for each image, such as an age or a price.
-
-    Networks are trained on standardised numbers, so that learning rates suit any unit; everything else is in the unit
-    of the labels.
-    """
+    """A number for each image. Networks train on standardised ones, which suit any rate; the rest is in their unit."""
 
     name = "regression"
     losses = ("mse", "huber")
     metric_names = ("mae", "r2")
     step_metric = "mae"
     metric_title = "Mean absolute error"
+    description = "mean absolute error {plain_mae}, R² {r2:.4f}"
+    report_remark = "R² {r2:.3f}"
     mixes_targets = True
     only: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "label_smoothing": (0.0, "smooths classes"),
@@ -589,11 +520,10 @@ class Regression(Task):
         return rng.standard_normal(count, np.float32)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return the standardised labels, float32 [N]."""
         return ((labels.astype(np.float64) - self.label_mean) / self.label_std).astype(np.float32)
 
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
-        """Return the squared error of each sample, or its Huber loss with delta 1, of standardised numbers."""
+        """See `Task`: the squared error, or the Huber loss with delta 1, of standardised numbers."""
         error = logits_BK.float()[:, 0] - targets
         if self.loss == "mse":
             return error.square()
@@ -616,10 +546,7 @@ class Regression(Task):
         return logits_VBK.float().mean(dim=0)
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the mean absolute error, and R², the share of the variance that is explained.
-
-        See `mean_absolute_error` and `r2_score` of scikit-learn; R² of equal labels is 0.
-        """
+        """See `Task`, and scikit-learn's `mean_absolute_error` and `r2_score`; R² of equal labels is 0."""
         error, actual = predicted.astype(np.float64) - labels, labels.astype(np.float64)
         total = float(np.square(actual - actual.mean()).sum())
         explained = 1 - float(np.square(error).sum()) / total if total else 0.0
@@ -627,14 +554,6 @@ class Regression(Task):
 
     def guessing_loss(self, classes: int) -> float:
         return 1.0 if self.loss == "mse" else 0.5
-
-    @staticmethod
-    def describe(split: str, figures: Mapping[str, Any]) -> str:
-        return f"{split} mean absolute error {plain(figures[f'{split}_mae'])}, R² {figures[f'{split}_r2']:.4f}"
-
-    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        explained = finite(figures.get(f"{split}_r2"))
-        return f"R² {explained:.3f}" if explained is not None else ""
 
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         return np.abs(probabilities[:, 0] - labels)
@@ -652,7 +571,6 @@ class Regression(Task):
         return None
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        """Return all positions, the largest error first."""
         return np.argsort(-np.abs(np.nan_to_num(predicted - labels)), kind="stable")
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -660,11 +578,7 @@ class Regression(Task):
 
 
 def statistics(labels: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation of the training labels.
-
-    Raises:
-        InputError: all labels are equal.
-    """
+    """Return mean and standard deviation of the training labels, which must not all be equal."""
     mean, std = float(labels.mean(dtype=np.float64)), float(labels.std(dtype=np.float64))
     if not std > 0:
         raise InputError(f"all training images have the label {mean:g}: there is nothing to learn")
@@ -693,11 +607,7 @@ def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: flo
 
 
 def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray | None:
-    """Return the weights of the classes in the loss, float32 [classes]; None if all are equal.
-
-    Raises:
-        InputError: the recipe does not have one for each class, or names one that the data does not have.
-    """
+    """Return the weights of the classes in the loss, float32 [classes]; None if all are equal."""
     given = recipe.class_weights
     if isinstance(given, str):
         return task.class_weights(labels, len(classes)) if task.is_balanced else None
@@ -720,11 +630,7 @@ def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
 
 
 def with_task(recipe: Recipe, name: str) -> Recipe:
-    """Return a recipe with the task of the data, and that task's loss in place of a default loss.
-
-    Raises:
-        InputError: the recipe has another task, or options that this task does not support.
-    """
+    """Return a recipe with the task of the data, and that task's loss in place of a default loss."""
     task = TASKS[name]
     if recipe.task not in ("auto", name):
         raise InputError(f"task = {recipe.task!r}: the labels of the data are {name}; set task = {name!r}")

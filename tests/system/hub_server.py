@@ -1,4 +1,4 @@
-"""A hub of models on loopback, as far as huggingface_hub talks to it: repositories, commits, LFS, downloads."""
+"""A hub of models on loopback, as far as huggingface_hub talks to it: repositories, commits, downloads."""
 
 import base64
 import hashlib
@@ -12,8 +12,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_secret"
-# Files of these kinds are stored beside the repository, by their digest.
-LFS = (".safetensors", ".png")
 
 
 class Repository:
@@ -21,7 +19,7 @@ class Repository:
 
     def __init__(self, *, private: bool = False) -> None:
         self.private = private
-        self.commits: list[dict[str, bytes]] = [{".gitattributes": b"*.safetensors filter=lfs\n"}]
+        self.commits: list[dict[str, bytes]] = [{".gitattributes": b""}]
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -48,7 +46,6 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.repositories: dict[str, Repository] = {}
-        self.objects: dict[str, bytes] = {}
         self.trouble: dict[str, int | str] = {}
         self.requests: list[tuple[str, str]] = []
 
@@ -111,7 +108,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    do_GET = do_HEAD = do_POST = do_PUT = answer_request  # noqa: N815  (names of http.server)
+    do_GET = do_HEAD = do_POST = answer_request  # noqa: N815  (names of http.server)
 
     def send(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -139,10 +136,6 @@ class _Answer(BaseHTTPRequestHandler):
         self.send(200, {"url": f"{self.server.url}/{name}"})
 
     def check_card(self, body: bytes) -> None:
-        import yaml
-
-        text = json.loads(body)["content"]
-        yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.S)[1])  # pyright: ignore
         self.send(200, {"errors": [], "warnings": []})
 
     def found(self, name: str) -> Repository:
@@ -163,44 +156,21 @@ class _Answer(BaseHTTPRequestHandler):
         files = self.commit_of(repository, revision or "main")
         number = repository.commits.index(files)
         about = {"id": name, "modelId": name, "sha": repository.sha(number), "private": repository.private, "tags": []}
-        siblings = [{"rfilename": path, **_described(path, content)} for path, content in files.items()]
+        siblings = [{"rfilename": path} for path in files]
         self.send(200, {**about, "downloads": 0, "likes": 0, "siblings": siblings})
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
-        listed = []
-        for path, content in self.commit_of(self.found(name), revision).items():
-            described = _described(path, content)
-            described["oid"] = described.pop("blobId")
-            if "lfs" in described:
-                described["lfs"]["oid"] = described["lfs"].pop("sha256")
-            listed.append({"type": "file", "path": path, **described})
-        self.send(200, listed)
+        files = self.commit_of(self.found(name), revision)
+        about = {
+            path: {"size": len(content), "oid": hashlib.sha1(content).hexdigest()} for path, content in files.items()
+        }
+        self.send(200, [{"type": "file", "path": path, **each} for path, each in about.items()])
 
     def preupload(self, body: bytes, name: str) -> None:
         self.found(name)
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(LFS) else "regular",
-                "shouldIgnore": False,
-                "oid": None,
-            }
-            for file in json.loads(body)["files"]
-        ]
+        about = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        files = [{"path": file["path"], **about} for file in json.loads(body)["files"]]
         self.send(200, {"files": files})
-
-    def lfs_batch(self, body: bytes, name: str) -> None:
-        objects = []
-        for wanted in json.loads(body)["objects"]:
-            upload = {"href": f"{self.server.url}/lfs/{wanted['oid']}", "header": {}}
-            new = wanted["oid"] not in self.server.objects
-            objects.append({**wanted, **({"actions": {"upload": upload}} if new else {})})
-        self.send(200, {"transfer": "basic", "objects": objects})
-
-    def store(self, body: bytes, oid: str) -> None:
-        assert hashlib.sha256(body).hexdigest() == oid
-        self.server.objects[oid] = body
-        self.send(200)
 
     def commit(self, body: bytes, name: str) -> None:
         repository = self.found(name)
@@ -212,8 +182,6 @@ class _Answer(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.server.objects[value["oid"]]
             else:
                 assert line["key"] == "deletedFile"
                 del files[value["path"]]
@@ -226,18 +194,9 @@ class _Answer(BaseHTTPRequestHandler):
         files = self.commit_of(repository, revision)
         if path not in files:
             raise Refused(404, "Entry not found", "EntryNotFound")
-        described, content = _described(path, files[path]), files[path]
-        etag = described["lfs"]["sha256"] if "lfs" in described else described["blobId"]
+        etag = hashlib.sha256(files[path]).hexdigest()
         commit = repository.sha(repository.commits.index(files))
-        self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
-
-
-def _described(path: str, content: bytes) -> dict[str, Any]:
-    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    about: dict[str, Any] = {"size": len(content), "blobId": blob}
-    if path.endswith(LFS):
-        about["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return about
+        self.send(200, files[path], {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
 
 
 _MODEL = r"/api/models/(?P<name>[\w.-]+/[\w.-]+)"
@@ -249,7 +208,5 @@ _ROUTES = [
     (rf"GET {_MODEL}/tree/(?P<revision>[^/]+)", _Answer.tree),
     (rf"POST {_MODEL}/preupload/main", _Answer.preupload),
     (rf"POST {_MODEL}/commit/main", _Answer.commit),
-    (r"POST /(?P<name>[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", _Answer.lfs_batch),
-    (r"PUT /lfs/(?P<oid>\w+)", _Answer.store),
     (r"(?:HEAD|GET) /(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Answer.download),
 ]

@@ -1,7 +1,6 @@
 """The Python interface: modules, arrays and data sets of the user's."""
 
 import functools
-import io
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +75,25 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
     for picture, file in zip(pictures, files, strict=True):
         picture.save(file)
     expected = [p.probabilities for p in run.predict(images)]
-    tensors = torch.from_numpy(images)
-    # Files, pictures, arrays and tensors, of bytes or floats, as a list or another iterable.
-    contents = [file.read_bytes() for file in files]
-    forms = [files, tmp_path, contents, map(io.BytesIO, contents), pictures, [p.convert("RGB") for p in pictures]]
-    forms += [list(images), iter(images), images[..., None], images / 255, images.astype(np.float32)]
-    forms += [list(tensors[:, None]), tensors[:, None] / 255]
-    for number, given in enumerate(forms):
-        assert [p.probabilities for p in run.predict(given)] == expected, number
-    for one in (pictures[0], files[0], str(files[0]), contents[0], memoryview(contents[0]), images[0], tensors[0]):
+    forms = {
+        "files": files,
+        "a folder": tmp_path,
+        "bytes": [file.read_bytes() for file in files],
+        "PIL images": pictures,
+        "colour": [picture.convert("RGB") for picture in pictures],
+        "a list of arrays": list(images),
+        "a list of tensors": [torch.from_numpy(image)[None] for image in images],
+        "floats in 0..1": images / 255,
+        "floats in 0..255": images.astype(np.float32),
+        "a tensor": torch.from_numpy(images)[:, None] / 255,
+        "channels last": images[..., None],
+        "a generator": (image for image in images),
+    }
+    for form, given in forms.items():
+        assert [p.probabilities for p in run.predict(given)] == expected, form
+    content = files[0].read_bytes()
+    ones = (pictures[0], files[0], str(files[0]), content, images[0], torch.from_numpy(images[0]))
+    for one in ones:
         (prediction,) = run.predict(one)
         # A batch of one is rounded otherwise than one of six.
         assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
@@ -112,7 +121,7 @@ def test_a_run_shows_itself_in_a_notebook(run: flatout.Run) -> None:
     for name in ("curves.png", "predictions.png"):
         Image.new("L", (2, 2)).save(run.path / name)
     shown = run._repr_html_()
-    assert f"{run.summary['test_accuracy']:.4f}" in shown
+    assert f"accuracy={run.summary['test_accuracy']:.4f}" in shown
     assert shown.count('<img style="max-width:45%" src="data:image/png;base64,') == 2
 
 

@@ -66,52 +66,51 @@ def command(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
-def test_several_labels_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = fit(tmp_path / "run", listed / "tags.csv", epochs=3)
-    assert (run.recipe.task, run.recipe.loss) == ("multi-label", "binary-cross-entropy")
-    assert run.classes == tuple("0123456789")
-    arrays, summary = saved(run), run.summary
-    assert arrays["labels"].shape == (summary["test_images"], 10)
-    answers = (arrays["probabilities"] >= run.task.thresholds).astype(np.uint8)
-    assert (arrays["predicted"] == answers).all()
-    expected = {
-        "test_map": average_precision_score(arrays["labels"], arrays["probabilities"], average="macro"),
-        "test_f1_macro": f1_score(arrays["labels"], answers, average="macro"),
-        "test_f1_micro": f1_score(arrays["labels"], answers, average="micro"),
-    }
-    assert {key: summary[key] for key in expected} == pytest.approx(expected)
-    assert not [key for key in summary if "accuracy" in key]
-    assert {"train_exact_match", "valid_map", "valid_loss"} <= run.epochs[-1].keys()
+@pytest.mark.parametrize("kind", ["tags", "numbers"])
+def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"loss": "huber", "augment": {"mixup": 0.2}} if kind == "numbers" else {}
+    run = fit(tmp_path / "run", listed / f"{kind}.csv", epochs=3, **changes)
+    summary, arrays, page = run.summary, saved(run), (run.path / "report.html").read_text()
+    labels, answers = arrays["labels"], arrays["predicted"]
     result = command(capsys, "evaluate", run.path, "--devices", "cpu")
-    assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert [row["class"] for row in result["per_class"]] == list("0123456789")
-    found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]["predictions"]
-    assert {row["class"] for row in found} <= set("0123456789")
-    page = (run.path / "report.html").read_text()
-    assert "Mean average precision" in page
-    assert "Precision, recall and F1" in page
-    result = command(capsys, "check", listed / "tags.csv")
-    assert (result["task"], result["images"]) == ("multi-label", {"train": 300})
-
-
-def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = fit(tmp_path / "run", listed / "numbers.csv", epochs=3, loss="huber", augment={"mixup": 0.2})
-    arrays, summary = saved(run), run.summary
-    expected = {
-        "test_mae": mean_absolute_error(arrays["labels"], arrays["predicted"]),
-        "test_r2": r2_score(arrays["labels"], arrays["predicted"]),
-    }
+    found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]
+    if kind == "numbers":
+        expected = {"test_mae": mean_absolute_error(labels, answers), "test_r2": r2_score(labels, answers)}
+        assert (summary["task"], summary["classes"], result["per_class"]) == ("regression", [], [])
+        assert 40 < run.recipe.data.label_mean < 60
+        assert found["value"] == pytest.approx(flatout.load(run.path).predict(listed / "images" / "7.png")[0].value)
+        assert "Predicted against actual" in page
+    else:
+        expected = {"test_map": average_precision_score(labels, arrays["probabilities"], average="macro")}
+        expected |= {f"test_f1_{how}": f1_score(labels, answers, average=how) for how in ("macro", "micro")}
+        assert (run.recipe.task, run.recipe.loss) == ("multi-label", "binary-cross-entropy")
+        assert run.classes == tuple("0123456789") == tuple(row["class"] for row in result["per_class"])
+        assert (answers == (arrays["probabilities"] >= run.task.thresholds)).all()
+        assert not [key for key in summary if "accuracy" in key]
+        assert {"train_exact_match", "valid_map", "valid_loss"} <= run.epochs[-1].keys()
+        assert {row["class"] for row in found["predictions"]} <= set(run.classes)
+        assert "Mean average precision" in page
+        assert "Precision, recall and F1" in page
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
-    assert (summary["task"], summary["classes"]) == ("regression", [])
-    assert 40 < run.recipe.data.label_mean < 60
-    result = command(capsys, "evaluate", run.path, "--devices", "cpu")
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-4)
-    assert result["per_class"] == []
-    value = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]["value"]
-    assert value == pytest.approx(flatout.load(run.path).predict(listed / "images" / "7.png")[0].value)
-    assert "Predicted against actual" in (run.path / "report.html").read_text()
-    result = command(capsys, "check", listed / "numbers.csv")
-    assert result["numbers"]["train"][0] >= 0.5
+    for name in ("predictions.png", "curves.png", "confusion.png"):
+        assert (run.path / name).is_file()
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("task", ["multi-label", "regression"])
+def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
+    images, digits = pairs_of(200)
+    data = (images, present(digits) if task == "multi-label" else digits.sum(axis=1) / 2)
+    schedule = flatout.Schedule()
+    whole = fit(tmp_path / "whole", data, schedule=schedule)
+    fit(tmp_path / "parts", data, schedule=schedule, epochs=1)
+    parts = fit(tmp_path / "parts", data, schedule=schedule, resume=True)
+    assert parts.recipe.task == task
+    first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
+    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1] == second[1]
+    assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
 
 
 def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ INPUT_ERRORS = [
     (["train", "fashion-mnist", "--data", "/does/not/exist"], "/does/not/exist"),
     (["train", "cats-dogs"], "training_set/cats"),
     (["train", "digits", "--resume"], "--out"),
-    (["evaluate", "/does/not/exist"], "no such run folder"),
+    (["evaluate", "/does/not/exist"], "not a run folder"),
     (["check", "/does/not/exist"], "/does/not/exist"),
 ]
 

@@ -29,9 +29,8 @@ pytestmark = [
 ]
 
 URL, NAME = "hf://ann/shapes", "ann/shapes"
-PUBLISHED = {"README.md", "recipe.toml", "summary.json", "weights.safetensors", "known.safetensors"}
-PICTURES = {"predictions.png", "curves.png", "confusion.png"}
-WITH_PICTURES = PUBLISHED | PICTURES | {"report.html"}
+PICTURES = {"curves.png", "confusion.png"}
+PUBLISHED = {"README.md", "recipe.toml", "summary.json", "weights.safetensors", "known.safetensors"} | PICTURES
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +49,11 @@ def run(home: Path) -> flatout.Run:
         level = 60 if index % 2 else 180
         Image.fromarray(rng.integers(level - 40, level + 40, (16, 16), dtype=np.uint8)).save(path)
     (home / "my photos" / "angular" / "torn.png").write_bytes(b"\x89PNG")
-    options: dict[str, Any] = {
-        "image_size": 16,
-        "channels": 1,
-        "epochs": 2,
-        "batch_size": 32,
-        "lr": 0.01,
-        "on_bad_image": "skip",
-    }
+    options: dict[str, Any] = {"image_size": 16, "channels": 1, "epochs": 2, "batch_size": 32, "lr": 0.01}
     out = home / "runs" / "shapes"
-    return flatout.fit("parallel-cnn", home / "my photos", out=out, devices="cpu", quiet=True, **options)
+    return flatout.fit(
+        "parallel-cnn", home / "my photos", out=out, devices="cpu", quiet=True, on_bad_image="skip", **options
+    )
 
 
 @pytest.fixture
@@ -78,27 +72,25 @@ def plain_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def upload(run: flatout.Run, *flags: str, url: str = URL) -> int:
-    return main(["upload", str(run.path), url, *flags])
+def upload(run: flatout.Run, *flags: str) -> int:
+    return main(["upload", str(run.path), URL, *flags])
 
 
-def message(capsys: pytest.CaptureFixture[str]) -> str:
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("uploading ")]
-    assert len(lines) == 1, lines
-    return lines[0]
+def assert_refused(capsys: pytest.CaptureFixture[str], words: list[Any], expected: str) -> None:
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    (message,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("uploading "))
+    assert expected in message
 
 
 def test_what_is_published_answers_as_the_run_does(
     run: flatout.Run, home: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the cache too; and a second upload finds nothing to do."""
+    """From the cache too."""
     assert upload(run, "--json") == 0
     result, repository = json.loads(capsys.readouterr().out), hub.repositories[NAME]
-    assert set(result["files"]) == WITH_PICTURES | {"model.onnx"} == set(repository.files) - {".gitattributes"}
+    assert set(result["files"]) == PUBLISHED | {"model.onnx"} == set(repository.files) - {".gitattributes"}
     assert (result["commit"], repository.private) == (repository.sha(), False)
-    assert upload(run) == 0
-    assert "unchanged: the repository already has these" in capsys.readouterr().out
-    assert len(repository.commits) == 2
     photos = [str(path) for path in sorted((home / "my photos").rglob("*.png"))[:6]]
     answers = []
     for address in (URL, str(run.path)):
@@ -112,9 +104,6 @@ def test_what_is_published_answers_as_the_run_does(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(["evaluate", f"{URL}@main", str(home / "my photos"), "--devices", "cpu"]) == 0
     assert hub.requests == []
-    capsys.readouterr()
-    assert upload(run, "--no-pictures") == 2
-    assert "HF_HUB_OFFLINE is set; unset it to upload" in message(capsys)
 
 
 def test_the_card_has_the_figures_and_code_that_runs(
@@ -179,7 +168,7 @@ def test_a_cross_validation_of_several_labels(hub: Hub, tmp_path: Path) -> None:
     images, labels = rng.integers(0, 255, (90, 32, 32, 3), dtype=np.uint8), np.eye(3, dtype=np.uint8)[classes]
     options: dict[str, Any] = {"image_size": 32, "epochs": 1, "batch_size": 30, "folds": 2}
     run = flatout.fit("caltech-cnn", images, labels, out=tmp_path / "run", devices="cpu", quiet=True, **options)
-    assert upload(run, "--no-pictures") == 0
+    assert upload(run) == 0
     assert "model.onnx" in hub.repositories[NAME].files
     found = flatout.load(URL).predict(images[:3])
     assert [one.to_dict() for one in found] == [one.to_dict() for one in run.predict(images[:3])]
@@ -187,52 +176,39 @@ def test_a_cross_validation_of_several_labels(hub: Hub, tmp_path: Path) -> None:
 
 # --- repositories that exist ---
 
+DENIED = "access is denied (HTTP {}): check the name, and run hf auth login or set HF_TOKEN"
 
-def test_other_content_is_replaced_only_when_asked(
+
+def test_files_are_replaced_only_when_asked(
     run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository = plain_hub.repositories[NAME] = Repository()
     theirs = {"weights.safetensors": b"theirs", "train.py": b"theirs", "model.onnx": b"stale"}
     repository.commits.append({**repository.files, **theirs})
-    assert upload(run) == 2
-    assert message(capsys) == (
-        f"flatout: {URL}: exists with other content (model.onnx, train.py, weights.safetensors); "
-        "give --overwrite, or choose another name"
-    )
+    files = "(model.onnx, train.py, weights.safetensors)"
+    wanted = f"flatout: {URL}: exists and has files {files}; give --overwrite, or choose another name"
+    assert_refused(capsys, ["upload", run.path, URL], wanted)
     assert len(repository.commits) == 2
     assert upload(run, "--overwrite") == 0
-    assert set(repository.files) == WITH_PICTURES | {".gitattributes", "train.py"}
+    assert set(repository.files) == PUBLISHED | {".gitattributes", "train.py"}
     assert repository.files["train.py"] == b"theirs"
     assert repository.files["weights.safetensors"] == (run.path / "weights.safetensors").read_bytes()
-    assert upload(run, "--overwrite", "--no-pictures") == 0
-    assert set(repository.files) == PUBLISHED | {".gitattributes", "train.py"}
-    assert "![" not in repository.files["README.md"].decode()
 
 
 def test_private_repositories(
-    run: flatout.Run,
-    plain_hub: Hub,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert upload(run, "--private", "--no-pictures") == 0
+    assert upload(run, "--private") == 0
     assert plain_hub.repositories[NAME].private
     monkeypatch.delenv("HF_TOKEN")
-    capsys.readouterr()
-    assert main(["predict", URL, str(tmp_path)]) == 2
-    assert message(capsys).endswith(
-        "access is denied (HTTP 401): check the name; for a private run, run hf auth login or set HF_TOKEN"
-    )
+    assert_refused(capsys, ["predict", URL, "x.png"], DENIED.format(401))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     plain_hub.repositories[NAME].private = False
-    assert upload(run, "--private") == 2
-    assert f"exists and is public; make it private on {plain_hub.url}/{NAME}/settings" in message(capsys)
+    public = f"exists and is public; make it private on {plain_hub.url}/{NAME}/settings"
+    assert_refused(capsys, ["upload", run.path, URL, "--private"], public)
 
 
 # --- failures: one message, exit code 2, nothing half ---
-
-DENIED = "access is denied (HTTP {}): use a token with write permission for ann (HF_TOKEN)"
 
 
 @pytest.mark.parametrize(
@@ -240,9 +216,8 @@ DENIED = "access is denied (HTTP {}): use a token with write permission for ann 
     [
         ("/api/repos/create", 401, DENIED.format(401)),
         ("/preupload/", 403, DENIED.format(403)),
-        ("/commit/", 403, DENIED.format(403)),
         ("/commit/", 412, "the repository was changed in the meantime (HTTP 412); run the command again"),
-        ("/commit/", "cut", "nothing was published, and the same command continues it"),
+        ("/commit/", "cut", "nothing was published: the hub did not answer"),
     ],
 )
 def test_a_failure_leaves_nothing_half(
@@ -254,37 +229,26 @@ def test_a_failure_leaves_nothing_half(
     expected: str,
 ) -> None:
     plain_hub.trouble[where] = trouble
-    assert upload(run, "--no-pictures") == 2
-    assert message(capsys).endswith(expected)
+    assert_refused(capsys, ["upload", run.path, URL], expected)
     assert all(len(repository.commits) == 1 for repository in plain_hub.repositories.values())
     plain_hub.trouble.clear()
-    plain_hub.requests.clear()
-    assert upload(run, "--no-pictures") == 0
-    if where == "/commit/":
-        assert not [path for method, path in plain_hub.requests if method == "PUT"], "the weights were there already"
+    assert upload(run) == 0
 
 
 def test_no_token_no_network_no_cache(
-    run: flatout.Run,
-    plain_hub: Hub,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for token, expected in (("hf_wrong", "access is denied (HTTP 401)"), (None, "no access token; run hf auth login")):
-        monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
-        assert upload(run, "--no-pictures") == 2
-        assert expected in message(capsys)
+    publish, use = ["upload", run.path, URL], ["predict", URL, "x.png"]
+    for token in ("hf_wrong", ""):
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert_refused(capsys, publish, DENIED.format(401))
     assert plain_hub.repositories == {}
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert upload(run, "--no-pictures") == 2
-    assert "Connection refused); nothing was published" in message(capsys)
-    assert main(["predict", URL, str(tmp_path)]) == 2
-    assert "could not be downloaded ([Errno 111] Connection refused); check the network" in message(capsys)
+    for words in (publish, use):
+        assert_refused(capsys, words, "the hub did not answer ([Errno 111] Connection refused); check the network")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(["predict", URL, str(tmp_path)]) == 2
-    assert "is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" in message(capsys)
+    for words in (publish, use):
+        assert_refused(capsys, words, "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used")
 
 
 def test_addresses_and_runs_that_are_refused(
@@ -294,21 +258,14 @@ def test_addresses_and_runs_that_are_refused(
     shutil.copytree(run.path, copy)
     (copy / "summary.json").unlink()
     hub.repositories["ann/other"] = Repository()
-    wrong = "is not the address of a run; give hf://USER/NAME"
     for words, expected in (
-        (["predict", "hf://ann/other", str(tmp_path)], "holds no run of flatout: recipe.toml is missing"),
-        (["predict", "hf://ann/none", str(tmp_path)], "hf://ann/none: there is no such repository or revision"),
-        *(
-            (["predict", url, str(tmp_path)], f"{url}: {wrong}")
-            for url in ("hf://ann", "hf://datasets/ann/x", "hf://a/../x")
-        ),
-        *((command, "run folder") for command in (["report", URL], ["upload", URL, URL])),
-        (["upload", str(run.path), f"{URL}@v1"], "uploads go to the main branch"),
-        (
-            ["upload", str(copy), URL],
-            f"the run has not finished; continue it with: flatout train --resume --out {copy}",
-        ),
+        (["predict", "hf://ann/other", "x.png"], "holds no run of flatout: recipe.toml is missing"),
+        (["predict", "hf://ann/none", "x.png"], "hf://ann/none: there is no such repository or revision"),
+        (["predict", "hf://datasets/ann/x", "x.png"], "hf://datasets/ann/x: is not the address of a run"),
+        (["predict", "hf://a/../x", "x.png"], "hf://a/../x: is not the address of a run; give hf://USER/NAME"),
+        (["report", URL], "run folder"),
+        (["upload", run.path, f"{URL}@v1"], "uploads go to the main branch"),
+        (["upload", copy, URL], f"the run has not finished; continue it with: flatout train --resume --out {copy}"),
     ):
-        assert main(words) == 2
-        assert expected in message(capsys)
+        assert_refused(capsys, words, expected)
     assert NAME not in hub.repositories

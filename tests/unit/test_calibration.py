@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
 import flatout
 from flatout.cli.main import main
+from flatout.engine.base import Evaluation
 from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar
-from flatout.report.page import draw_all
 from flatout.tasks import task_named, wilson
 
 ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
@@ -68,9 +67,7 @@ def test_sets_have_the_wanted_coverage_over_20_seeds(classes: int) -> None:
     assert {c: np.mean(shares) for c, shares in covered.items()} == pytest.approx({c: c for c in covered}, abs=0.02)
 
 
-def evaluation(logits: np.ndarray, labels: np.ndarray) -> Any:
-    from flatout.engine.base import Evaluation
-
+def evaluation(logits: np.ndarray, labels: np.ndarray) -> Evaluation:
     return Evaluation(task=ONE, loss_sum=0.0, predicted=labels, labels=labels, probabilities=None, logits=logits)
 
 
@@ -159,7 +156,6 @@ def test_figures_and_report_rest_on_the_answers_that_are_kept(digits: Path) -> N
     result = run.evaluate(devices="cpu")
     assert result["per_class"] == run.summary["per_class"]
     assert result["trust"]["prediction_sets"] == found["prediction_sets"]
-    draw_all(digits / "second")
     text = (digits / "second" / "report.html").read_text(encoding="utf-8")
     for wanted in ("95 % confidence interval", "calibration error", "sets with the right class", "reliability diagram"):
         assert wanted in text
@@ -177,10 +173,8 @@ def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.Capt
     (run.path / "known.safetensors").rename(run.path / "moved")
     with pytest.warns(UserWarning, match="known.safetensors is missing: unknown images are not recognised"):
         assert flatout.load(run.path).predict(noise[:1])[0].unknown is None
-    Image.fromarray(noise[0]).save(run.path.parent / "noise.png")
-    for words in (["predict", str(run.path), str(run.path.parent / "noise.png")], ["evaluate", str(run.path)]):
-        assert main(words) == 0
-        assert sum(text.count("known.safetensors is missing") for text in capsys.readouterr()) == 1
+    assert main(["evaluate", str(run.path), "--devices", "cpu"]) == 0
+    assert sum(text.count("known.safetensors is missing") for text in capsys.readouterr()) == 1
     (run.path / "moved").rename(run.path / "known.safetensors")
     for coverage, reason in (("1.5", "must be from 0.5 to 0.994"), ("0.999", "the 180 validation images")):
         assert main(["predict", str(run.path), "x.png", "--coverage", coverage]) == 2
@@ -198,8 +192,6 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert found["only_right"] == [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     assert found["values"] == pytest.approx([one.mean() for one in right])
     assert found["differ"] == (found["p_value"] < 0.05)
-    assert main(["compare", first, second]) == 0
-    assert "McNemar test: p = " in capsys.readouterr().out
     other = tmp_path / "other"
     other.mkdir()
     for name in ("recipe.toml", "summary.json", "metrics.jsonl"):

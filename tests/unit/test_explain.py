@@ -61,11 +61,6 @@ def test_tokens_become_the_grid_of_their_patches():
     assert found.shape == (2, 64, 96)
     assert found.min() >= 0
     assert found.max() > 0.5
-    # The class token attends to a patch alone: all other patches are zero in what it reads.
-    with torch.no_grad():
-        changed = images.clone()
-        changed[:, :, :16, :16] += 3
-    assert not torch.equal(layer_cam(model, changed, lambda logits: logits[:, 1]), found)
 
 
 def test_a_model_without_positions_has_no_heatmap():

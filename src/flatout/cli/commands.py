@@ -230,9 +230,9 @@ def do_plan(args: Namespace, console: Console) -> Output:
 )
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
-    from flatout.inference.calibration import format_calibration
     from flatout.inference.evaluate import evaluate
     from flatout.inference.run import load
+    from flatout.report.page import SET_COLUMNS, prediction_sets, trust
     from flatout.tasks import describe_metrics
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
@@ -242,7 +242,10 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     # The mean of several models' probabilities has no loss.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
     lines = [f"{describe_metrics(name, result)}{loss}{how}"]
-    lines += format_calibration(name, result)
+    lines += [f"{about}: {value}" for about, value in trust(result, name)]
+    if sets := prediction_sets(result):
+        text = "{:.3f}".format
+        lines += aligned([SET_COLUMNS, *([text(x) if isinstance(x, float) else str(x) for x in row] for row in sets)])
     if result["task"] == "multi-label":
         table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
         lines += aligned([["class", *keys, "support"], *table])
@@ -275,18 +278,18 @@ def do_predict(args: Namespace, console: Console) -> Output:
 
 @command(
     "RUN",
-    "--run --format --out --precision --data --allow-code --json",
+    "--run --format --out --data --allow-code --json",
     "export runs/first --format onnx --out first.onnx",
     out={"required": True, "metavar": "FILE", "help": "the file; it must not exist"},
     data={"help": "images to verify on; default: the run's own"},
 )
 def do_export(args: Namespace, console: Console) -> Output:
     """Write a run for other programs (ONNX, torch.export), verified on its test images."""
-    from flatout.inference.export.verify import export
+    from flatout.inference.export import export
     from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
-    done = export(run, args.out, **picked(args, "format precision data"), console=console)
+    done = export(run, args.out, **picked(args, "format data"), console=console)
     return done.to_dict(), done.lines()
 
 
@@ -321,17 +324,16 @@ def do_board(args: Namespace, console: Console) -> None:
 
 @command(
     "RUN URL",
-    "--run --private --overwrite --no-pictures --json",
+    "--run --private --overwrite --json",
     "upload runs/first hf://USER/NAME",
-    overwrite={"help": "replace another content of the repository"},
+    overwrite={"help": "replace the files of the repository"},
 )
 def do_upload(args: Namespace, console: Console) -> Output:
     """Publish a run with a model card on the Hugging Face hub."""
     from flatout.inference.hub import format_upload, upload
     from flatout.inference.run import load
 
-    flags = picked(args, "private overwrite")
-    result = upload(load(Path(args.run)), args.url, **flags, pictures=not args.no_pictures, console=console)
+    result = upload(load(Path(args.run)), args.url, **picked(args, "private overwrite"), console=console)
     return result, format_upload(result)
 
 

@@ -1,8 +1,6 @@
 """Calibration on the validation images: temperature, prediction sets and out-of-distribution detection.
 
-Everything here is NumPy; minimisation is SciPy's. The results are in the metadata of the weights, and in
-`known.safetensors`.
-
+The results are in the metadata of the weights, and in `known.safetensors`.
 Shape letters: N images, F features, K classes.
 """
 
@@ -15,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+
+from flatout.engine.base import Evaluation
+from flatout.models.weights import read_weights, save_tensors
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
     from flatout.data.batches import Split
-    from flatout.engine.base import Evaluation
 
 # Fewer validation images are not enough to calibrate probabilities.
 MIN_IMAGES = 20
@@ -51,9 +52,9 @@ def both_logits(logits: np.ndarray) -> np.ndarray:
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the logarithms of the probabilities, float64 [N, K]."""
-    from scipy.special import log_softmax
+    from scipy import special
 
-    return log_softmax(both_logits(logits), axis=1)
+    return special.log_softmax(both_logits(logits), axis=1)
 
 
 # --- probabilities ----------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     there is no such temperature: the likelihood grows as it falls to 0. Then a share 1 / (N + 2) of each target belongs
     to the other classes, as in Platt, Probabilistic Outputs for Support Vector Machines (1999).
     """
-    from scipy.optimize import minimize_scalar
+    from scipy import optimize
 
     logits, rows = both_logits(logits), np.arange(len(labels))
     is_separable = (logits.argmax(axis=1) == labels).all()
@@ -78,7 +79,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
         return float((right_N + others * (losses_NK.sum(axis=1) - logits.shape[1] * right_N)).mean())
 
     bounds = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
-    found: Any = minimize_scalar(loss, bounds=bounds, method="bounded")
+    found: Any = optimize.minimize_scalar(loss, bounds=bounds, method="bounded")
     return math.exp(found.x)
 
 
@@ -87,7 +88,7 @@ def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     Scale and biases have the least negative log-likelihood of the labels (Alexandari et al., arXiv 1901.06852).
     """
-    from scipy.optimize import minimize
+    from scipy import optimize
 
     logits, rows = both_logits(logits), np.arange(len(labels))
     share_K = np.bincount(labels, minlength=logits.shape[1]) / len(labels)
@@ -101,7 +102,7 @@ def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     bounds = [(1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE), *[(-MAX_BIAS, MAX_BIAS)] * logits.shape[1]]
     start = np.array([1.0, *[0.0] * logits.shape[1]])
-    found: Any = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    found: Any = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
     return np.exp(log_softmax(found.x[0] * logits + found.x[1:]))
 
 
@@ -131,7 +132,7 @@ def nonconformity(logits: np.ndarray) -> np.ndarray:
     The order is that of 1 - probability, the score of Sadinle et al. (arXiv 1609.00451), but probabilities near 1 do
     not become equal by rounding.
     """
-    from scipy.special import logsumexp
+    from scipy import special
 
     logits = both_logits(logits)
     log_probabilities, rows, best = log_softmax(logits), np.arange(len(logits)), logits.argmax(axis=1)
@@ -139,7 +140,7 @@ def nonconformity(logits: np.ndarray) -> np.ndarray:
         found = np.log(-np.expm1(log_probabilities)) - log_probabilities
     others = logits.copy()
     others[rows, best] = -np.inf
-    found[rows, best] = logsumexp(others, axis=1) - logits[rows, best]
+    found[rows, best] = special.logsumexp(others, axis=1) - logits[rows, best]
     return found
 
 
@@ -161,26 +162,16 @@ def set_threshold(thresholds: Sequence[float], coverage: float) -> float | None:
     return thresholds[math.ceil(place)] if 0 <= place <= len(thresholds) - 1 else None
 
 
-def highest_coverage(thresholds: Sequence[float]) -> float:
-    """Return the highest coverage that has a threshold."""
-    return MIN_COVERAGE + (len(thresholds) - 1) / COVERAGE_STEPS
-
-
 # --- unknown images ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureStats:
-    """Mean and covariance of the features of training images.
+    """Mean and covariance of the features of training images."""
 
-    Attributes:
-        means: the mean features of each class, and in the last row of all images, float32 [K + 1, F].
-        precision, overall: the inverse covariances float32 [F, F] within the classes, and of all images.
-    """
-
-    means: np.ndarray
-    precision: np.ndarray
-    overall: np.ndarray
+    means: np.ndarray  # of each class, and in the last row of all images, float32 [K + 1, F]
+    precision: np.ndarray  # the inverse covariance within the classes, float32 [F, F]
+    overall: np.ndarray  # that of all images
 
     @classmethod
     def of(cls, features: np.ndarray | None, labels: np.ndarray) -> "FeatureStats | None":
@@ -205,10 +196,7 @@ class FeatureStats:
         return within, overall
 
     def distances(self, features: np.ndarray) -> np.ndarray:
-        """Return the relative Mahalanobis distance of each image, float32 [N], for features [N, F].
-
-        It is the squared distance to the nearest class mean minus that to the mean of all images.
-        """
+        """Return the relative Mahalanobis distance, float32 [N]: that to the nearest class less that to all images."""
         within, overall = self.whitening
         mean = self.means[-1].astype(np.float64)
         means = (self.means[:-1] - mean) @ within
@@ -239,27 +227,16 @@ class OODDetector:
 
     The score is the sum of two parts, each standardised on validation images: the energy of the logits (Liu et al.,
     arXiv 2010.03759), and the relative Mahalanobis distance of the features (Ren et al., arXiv 2106.09022).
-
-    Attributes:
-        stats: the feature statistics; None without features, when the energy is used alone.
-        centre, scale: mean and standard deviation of the energy, and of the distance if there are features.
-        threshold: images with a higher score are unknown.
     """
 
-    stats: FeatureStats | None
-    centre: tuple[float, ...]
-    scale: tuple[float, ...]
+    stats: FeatureStats | None  # without features, the energy is used alone
+    centre: tuple[float, ...]  # the means of the parts
+    scale: tuple[float, ...]  # their standard deviations
     threshold: float
 
     @classmethod
     def fit(cls, stats: FeatureStats | None, logits: np.ndarray, distances: np.ndarray | None) -> "OODDetector":
-        """Fit a detector to known images that were not trained on.
-
-        Args:
-            stats: of training images; None for the energy alone.
-            logits: of the known images, [N, K].
-            distances: of the same images, [N], if `stats` is given.
-        """
+        """Fit a detector to known images that were not trained on: their logits [N, K], and distances from `stats`."""
         raw = [part[np.isfinite(part)] for part in _ood_parts(logits, distances)]
         unset = cls(
             stats=stats,
@@ -285,11 +262,11 @@ class OODDetector:
 
 def _ood_parts(logits: np.ndarray, distances: np.ndarray | None) -> list[np.ndarray]:
     """Return the energy, and the distance if there is one, each [N]."""
-    from scipy.special import logsumexp
+    from scipy import special
 
     # A single logit has no sign that means known.
     wide = both_logits(logits) if logits.shape[1] > 1 else np.abs(logits.astype(np.float64))
-    energy: np.ndarray = -np.asarray(logsumexp(wide, axis=1))
+    energy: np.ndarray = -np.asarray(special.logsumexp(wide, axis=1))
     return [energy] if distances is None else [energy, distances]
 
 
@@ -298,29 +275,19 @@ def _ood_parts(logits: np.ndarray, distances: np.ndarray | None) -> list[np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The calibration of a run on its validation images.
-
-    Attributes:
-        temperature: see `fit_temperature`.
-        set_thresholds: see the function of this name; for logits divided by the temperature.
-        images: the number of validation images.
-        detector: of unknown images; None if it could not be computed, or its file is missing.
-        missing: that file, if it is missing.
-    """
+    """The calibration of a run on its validation images."""
 
     temperature: float
-    set_thresholds: tuple[float, ...]
-    images: int
+    set_thresholds: tuple[float, ...]  # for logits divided by the temperature
+    images: int  # of the validation split
     detector: OODDetector | None = None
-    missing: Path | None = None
+    missing: Path | None = None  # the detector's file, if it is missing
 
     @classmethod
-    def fit(cls, stats: FeatureStats | None, valid: "Evaluation") -> "Calibration | None":
-        """Fit a calibration to the validation images; None if too few outputs are finite.
+    def fit(cls, stats: FeatureStats | None, valid: Evaluation) -> "Calibration | None":
+        """Fit a calibration to the validation images, with distances from `stats` in place of features.
 
-        Args:
-            stats: statistics of training features; None if unknown.
-            valid: the evaluation, with logits, and distances from `stats` in place of features.
+        None if too few outputs are finite.
         """
         assert valid.logits is not None
         is_finite = np.isfinite(valid.logits).all(axis=1)
@@ -338,13 +305,7 @@ class Calibration:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str], path: Path) -> "Calibration | None":
-        """Read a calibration from the metadata of weights and the file of `write`; None without validation images.
-
-        Raises:
-            InputError: the file is damaged.
-        """
-        from flatout.models.weights import read_weights
-
+        """Read a calibration from the metadata of weights and the file of `write`; None without validation images."""
         if "temperature" not in metadata:
             return None
         detector = None
@@ -377,10 +338,6 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the feature statistics, if any, into a file next to the weights."""
-        import torch
-
-        from flatout.models.weights import save_tensors
-
         if self.detector and self.detector.stats:
             stats = self.detector.stats
             save_tensors(path, {name: torch.from_numpy(getattr(stats, name)) for name in _ARRAYS}, {"format": "pt"})
@@ -398,7 +355,7 @@ class Calibration:
         assert threshold is not None
         return nonconformity(logits / self.temperature) <= threshold
 
-    def figures(self, result: "Evaluation") -> dict[str, Any]:
+    def figures(self, result: Evaluation) -> dict[str, Any]:
         """Return `trust` of `summary.json` and `evaluate`, for images with known classes; see `docs/trust.md`.
 
         `result` has `FeatureStats.distances` in place of features.
@@ -445,26 +402,3 @@ def feature_samples(samples: "Split", classes: int) -> "Split":
     """Return evenly spaced training images for `FeatureStats`."""
     count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
     return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))
-
-
-def format_calibration(split: str, figures: Mapping[str, Any]) -> list[str]:
-    """Return intervals, further metrics and calibration in words; `figures` as in `summary.json`."""
-    found, lines = figures.get("trust") or {}, []
-    parts = []
-    if interval := figures.get(f"{split}_accuracy_interval"):
-        parts.append(f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}")
-    names = {"balanced_accuracy": "balanced", "top5_accuracy": "top-5", "roc_auc": "ROC AUC"}
-    values = {name: figures.get(f"{split}_{key}") for key, name in names.items()}
-    parts += [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
-    lines += [", ".join(parts)] if parts else []
-    if "ece_after" in found:
-        error, temperature = (found[key] for key in ("ece_before", "temperature"))
-        lines.append(
-            f"expected calibration error {found['ece_after']:.4f} ({error:.4f} before temperature {temperature:.3g})"
-        )
-        if "unknown" in found:
-            lines.append(f'answered "unknown": {100 * found["unknown"]["flagged"]:.1f} %')
-        for row in found.get("prediction_sets") or ():
-            size = f"{row['mean_size']:.2f} classes on average"
-            lines.append(f"{100 * row['coverage']:g} % sets: {row['covered']:.4f} hold the right class, {size}")
-    return lines

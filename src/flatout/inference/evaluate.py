@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Split
+from flatout.data.build import find, load
+from flatout.data.pack import Pack, load_once_per_host
+from flatout.data.splits import splits_of
+from flatout.distributed.environment import launched
+from flatout.distributed.world import World
+from flatout.engine.base import Evaluation
+from flatout.engine.devices import engine_for, parse_devices, spec_of
+from flatout.engine.factory import make_engine, precisions, run_on_devices
+from flatout.models.build import copied
 from flatout.tasks import task_named, wilson
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -16,9 +25,6 @@ from flatout.utils.run_files import PREDICTIONS, Predictions, RunFiles, read_run
 from flatout.utils.style import plain
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Pack
-    from flatout.distributed.world import World
-    from flatout.engine.base import Evaluation
     from flatout.inference.calibration import Calibration
     from flatout.inference.run import Run
 
@@ -32,10 +38,6 @@ def evaluate(
     run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
 ) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have one process each, as in training."""
-    from flatout.distributed.environment import launched
-    from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.factory import run_on_devices
-
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
         # Starting a process per device would take longer than it saves.
@@ -45,13 +47,8 @@ def evaluate(
 
 
 def _evaluate(
-    console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str, tta: bool
+    console: Console, world: World, run: "Run", data: Any, devices: str, engine: str, tta: bool
 ) -> dict[str, Any]:
-    from flatout.data.pack import load_once_per_host
-    from flatout.engine.devices import spec_of
-    from flatout.engine.factory import make_engine, precisions
-    from flatout.models.build import copied
-
     other = data is not None
     pack, labels = labelled(run, data, console, lambda load: load_once_per_host(world, load))
     calibration = run.calibration
@@ -100,27 +97,18 @@ def _evaluate(
 
 
 def labelled(
-    run: "Run", data: Any, console: Console, once: "Callable[[Callable[[], Pack]], Pack]" = lambda load: load()
-) -> "tuple[Pack, np.ndarray]":
+    run: "Run", data: Any, console: Console, once: Callable[[Callable[[], Pack]], Pack] = lambda load: load()
+) -> tuple[Pack, np.ndarray]:
     """Return the pack of a run, or of other data in the form of its model, and labels as the run's class indices.
 
-    Args:
-        run: the run, whose recipe determines the form of the images.
-        data: see `Run.evaluate`.
-        console: shows progress, and a line about the data.
-        once: calls the function that loads the pack on one of several ranks.
-
-    Raises:
-        InputError: there is no data, it cannot be read, or has other classes.
+    `once` calls the function that loads the pack on one of several ranks.
     """
-    from flatout.data.build import find, load
-
     recipe, other = run.recipe, data is not None
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; name other data with --data PATH")
     options = replace(recipe.data, images="", group_column="") if other else recipe.data
 
-    def load_alone() -> "Pack":
+    def load_alone() -> Pack:
         found = find(data if other else recipe.data.path, options, recipe.task, console=console)
         return load(found, replace(recipe, data=options), cache=True, report=console)
 
@@ -130,13 +118,11 @@ def labelled(
     return pack, pack.labels_among(run.classes, where=data if other else recipe.data.path)
 
 
-def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Split]:
+def held_out(run: "Run", pack: Pack, labels: np.ndarray, *, other: bool) -> tuple[str, Split]:
     """Return name and samples of the split that evaluates a run: test, else validation, else "all".
 
     `labels` and `other` are those of `labelled`: other data has only its own splits.
     """
-    from flatout.data.splits import splits_of
-
     split, rows = "all", np.arange(len(labels))
     if not other or len(pack.splits) > 1:
         data = replace(run.recipe.data, fold=0, folds=0) if other else run.recipe.data
@@ -147,15 +133,11 @@ def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tu
 
 
 def scores_of(
-    split: str, result: "Evaluation", classes: Sequence[str], calibration: "Calibration | None"
+    split: str, result: Evaluation, classes: Sequence[str], calibration: "Calibration | None"
 ) -> dict[str, Any]:
     """Return the metrics of `summary.json` and `evaluate` that are computed once, after training.
 
-    Args:
-        split: `test` or `valid`, the prefix of single metrics.
-        result: with probabilities, and with logits if `calibration` is given.
-        classes: their names.
-        calibration: of the run, if it has one.
+    `result` has probabilities, and logits if `calibration` is given; `split` is the prefix of single metrics.
     """
     task, labels = result.task, result.labels
     assert result.probabilities is not None
@@ -169,13 +151,11 @@ def scores_of(
     }
 
 
-def _joined(results: "list[Evaluation]", *, own_parts: bool) -> "tuple[float | None, Evaluation]":
-    """Return the loss and the results of a run, or of a cross-validation.
+def _joined(results: list[Evaluation], *, own_parts: bool) -> tuple[float | None, Evaluation]:
+    """Return the loss and the results of a run, or of a cross-validation, of whose folds each has a result.
 
-    Args:
-        results: those of the run, or of each fold, with probabilities.
-        own_parts: whether each fold was evaluated on its held-out images. Otherwise all were evaluated on the same
-            images, and the mean of their probabilities is used, which has no loss.
+    With `own_parts`, each fold was evaluated on its held-out images. Otherwise all were evaluated on the same images,
+    and the mean of their probabilities is used, which has no loss.
     """
     first = results[0]
     if len(results) == 1:
@@ -197,9 +177,6 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
     One class or several: McNemar's exact test of how many images only one run got right. Numbers: Wilcoxon's
     signed-rank test of the absolute errors.
-
-    Raises:
-        InputError: a folder is not a run, has no predictions, or has those of other images.
     """
     from scipy.stats import wilcoxon
 
@@ -212,7 +189,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         if one.predictions is None:
             raise InputError(f"{one.run}: has no predictions to compare. {one.missing.get(PREDICTIONS, '')}")
         saved.append(one.predictions)
-    _check_same(runs, files, saved)
+    _check_same(files, saved)
     task, a = task_named(files[0].summary.get("task")), saved[0]
     found = {"runs": [str(run) for run in runs], "task": task.name, "split": a.split, "count": len(a.labels)}
     right = [task.is_right(one.predicted, one.labels) for one in saved]
@@ -238,7 +215,7 @@ def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, f
     return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
 
 
-def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
+def _check_same(files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
     """Raise InputError unless the predictions are for the same images, with the same labels and classes."""
     a, b = saved
     is_same_image = np.array_equal(a.labels, b.labels)
@@ -250,8 +227,8 @@ def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence
     same |= {"split": a.split == b.split, f"{a.split} images": is_same_image}
     if different := [name for name, is_same in same.items() if not is_same]:
         raise InputError(
-            f"{runs[0]} and {runs[1]}: cannot be compared: not the same {', '.join(different)}; compare runs with the "
-            "same test data, and the same seed if it is split off"
+            f"{files[0].run} and {files[1].run}: cannot be compared: not the same {', '.join(different)}; compare runs "
+            "with the same test data, and the same seed if it is split off"
         )
 
 

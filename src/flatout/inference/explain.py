@@ -1,10 +1,6 @@
-"""Heatmaps: the parts of an image that support a prediction.
+"""Heatmaps by LayerCAM: activations times their positive gradients, summed over the channels of the last useful layer.
 
-LayerCAM (Jiang et al., "LayerCAM: Exploring Hierarchical Class Activation Maps for Localization", IEEE TIP 2021,
-doi 10.1109/TIP.2021.3089943): the activations of a layer times their positive gradients, summed over the channels. The
-layer is the last one with a grid of positions whose gradient is not zero. Tokens of transformers are laid out as the
-grid of their patches; in the last block the logits depend on the class token alone, so an earlier layer is used.
-
+Jiang et al., "LayerCAM: Exploring Hierarchical Class Activation Maps for Localization", IEEE TIP 2021.
 Shape letters: N or B images, K outputs, C channels, H height, W width, h and w a grid.
 """
 
@@ -46,12 +42,10 @@ _MIN_PIXELS = 192
 
 
 def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return heatmaps float32 [B, H, W] in 0..1; None if no layer has positions.
+    """Return heatmaps float32 [B, H, W] in 0..1 of normalised images; None if no layer has positions.
 
-    Args:
-        model: in evaluation mode, a torch module; its parameters and their gradients are not changed.
-        images_BCHW: normalised images.
-        score: maps logits [B, K] to the explained number of each image, [B].
+    `score` maps logits [B, K] to the explained number of each image, [B]. The model does not change. In the last block
+    of transformers the logits depend on the class token alone, so the layer is the last whose gradient is not zero.
     """
     height, width = images_BCHW.shape[2:]
     images = images_BCHW.detach().requires_grad_()
@@ -118,16 +112,10 @@ def _as_grid(
 
 
 def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
-    """Return heatmaps float32 [N, H, W] in 0..1 for images; see `Run.probabilities`.
+    """Return heatmaps float32 [N, H, W] in 0..1 for images in the stored size; the mean over a run's members.
 
-    Args:
-        run: the run; a cross-validation gives the mean over its folds.
-        pixels_NHWC: the images.
-        answers: the class to explain for each image, int64 [N]; by default the most probable one. A regression explains
-            its number.
-
-    Raises:
-        InputError: the model is a Keras model, or has no layer with positions.
+    They explain the class of each image in `answers`, int64 [N], by default the most probable one; in regression the
+    number.
     """
     if len(run.members) > 1:
         if answers is None:
@@ -169,11 +157,7 @@ def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> tor
 
 
 class HeatmapWriter:
-    """Writes a PNG for each image into a folder: the model's input next to its heatmap.
-
-    Raises:
-        InputError: the folder is not empty, or cannot be written.
-    """
+    """Writes a PNG for each image into a new or empty folder: the model's input next to its heatmap."""
 
     def __init__(self, run: "Run", folder: Path | str) -> None:
         self.run, self.folder = run, Path(folder or f"runs/explain-{datetime.now():%Y%m%d-%H%M%S}")

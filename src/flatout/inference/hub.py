@@ -1,7 +1,6 @@
 """Runs on the Hugging Face hub: their addresses, their download, and their upload with a model card."""
 
 import fnmatch
-import hashlib
 import importlib.util
 import re
 import shutil
@@ -11,9 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from flatout.config import Recipe, load_recipe
+from flatout import __version__
+from flatout.config import load_recipe
+from flatout.models.hub import bars_on_terminals, without_xet
 from flatout.models.weights import read_weights, save_tensors
 from flatout.tasks import describe_metrics
 from flatout.utils.console import Console, duration
@@ -22,9 +21,7 @@ from flatout.utils.files import write_atomically
 from flatout.utils.run_files import (
     FOLD,
     KNOWN,
-    METRICS,
     PICTURES,
-    PREDICTIONS,
     RECIPE,
     REPORT,
     SUMMARY,
@@ -40,16 +37,10 @@ SCHEME = "hf://"
 CARD, MODEL = "README.md", "model.onnx"
 _URL = re.compile(r"hf://(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?/?")
 _TO_READ = (RECIPE, SUMMARY, WEIGHTS, KNOWN)
-# The files that an upload writes.
+# The files that an upload writes, or did in earlier versions.
 _OWN = (CARD, MODEL, REPORT, *_TO_READ, *PICTURES)
-# Files that the hub adds to each new repository.
-_OF_THE_HUB = (".gitattributes",)
-# Reasons of refusals by HTTP status.
-_REFUSALS = {
-    401: "access is denied (HTTP 401): check the name; for a private run, run hf auth login or set HF_TOKEN",
-    403: "access is denied (HTTP 403): accept the terms on the model's page, or use a token with access",
-    404: "there is no such repository or revision; check the name",
-}
+# A file that the hub adds to each new repository.
+_OF_THE_HUB = ".gitattributes"
 
 
 def is_published(path: str | Path) -> bool:
@@ -58,11 +49,7 @@ def is_published(path: str | Path) -> bool:
 
 
 def parse_address(url: str) -> tuple[str, str | None]:
-    """Return the repository and the revision, if any, of `hf://USER/NAME[@REVISION]`.
-
-    Raises:
-        InputError: the address has another form.
-    """
+    """Return the repository and the revision, if any, of `hf://USER/NAME[@REVISION]`."""
     match = _URL.fullmatch(url)
     if match is None or match["repository"].startswith(("datasets/", "spaces/")):
         raise InputError(f"{url}: is not the address of a run; give hf://USER/NAME")
@@ -70,17 +57,11 @@ def parse_address(url: str) -> tuple[str, str | None]:
 
 
 def download_run(url: str) -> Path:
-    """Return a folder with the available files of a published run that `load` reads.
+    """Return a folder in the Hugging Face cache with those files of a published run that `load` reads.
 
-    They are downloaded into the Hugging Face cache, by the settings of huggingface_hub (HF_ENDPOINT, HF_TOKEN,
-    HF_HUB_OFFLINE, proxies). Offline, or if the hub does not answer, cached files are used.
-
-    Raises:
-        InputError: the address is wrong, or the run is neither in the cache nor can be downloaded.
+    If the hub does not answer, cached files are used.
     """
     from huggingface_hub import snapshot_download
-
-    from flatout.models.hub import bars_on_terminals, without_xet
 
     repository, revision = parse_address(url)
     wanted = [pattern for name in _TO_READ for pattern in (name, f"{FOLD.format('*')}/{name}")]
@@ -88,23 +69,33 @@ def download_run(url: str) -> Path:
         with without_xet(), bars_on_terminals():
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
-        raise InputError(f"{url}: {_why_not_downloaded(error)}") from error
+        raise InputError(f"{url}: {_reason(error)}") from error
     if not (folder / RECIPE).is_file():
         raise InputError(f"{url}: holds no run of flatout: {RECIPE} is missing; publish one with flatout upload")
     return folder
 
 
-def _why_not_downloaded(error: BaseException) -> str:
-    status = _status_of(error)
-    if status is not None:
-        return _REFUSALS.get(status) or f"the hub answered with HTTP {status}; try again later"
+def _reason(error: BaseException) -> str:
+    """Return why the hub refused or did not answer."""
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in causes(error)):
-        return "is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; unset it to download the run"
-    return f"could not be downloaded ({first_line(causes(error)[-1])}); check the network and HF_ENDPOINT"
+        return "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used; unset it"
+    status = _status_of(error)
+    if status in (401, 403):
+        return (
+            f"access is denied (HTTP {status}): check the name, and run hf auth login or set HF_TOKEN to a token with "
+            "access (for uploads with write permission)"
+        )
+    if status == 404:
+        return "there is no such repository or revision; check the name"
+    if status in (409, 412):
+        return f"the repository was changed in the meantime (HTTP {status}); run the command again"
+    return (
+        f"the hub did not answer ({first_line(causes(error)[-1])}); check the network and HF_ENDPOINT, and run the "
+        "command again"
+    )
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error, if any."""
     responses = (getattr(each, "response", None) for each in causes(error))
     return next((response.status_code for response in responses if response is not None), None)
 
@@ -112,30 +103,15 @@ def _status_of(error: BaseException) -> int | None:
 # --- upload -----------------------------------------------------------------------------------------------------------
 
 
-def upload(
-    run: "Run", url: str, *, private: bool = False, overwrite: bool = False, pictures: bool = True, console: Console
-) -> dict[str, Any]:
-    """Publish a run on the Hugging Face hub, with a model card; settings are those of huggingface_hub.
+def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = False, console: Console) -> dict[str, Any]:
+    """Publish a finished run or cross-validation on the Hugging Face hub, with a model card.
 
-    All files are one commit, so that an interrupted upload changes nothing; the same call continues it.
-
-    Args:
-        run: a finished run or cross-validation.
-        url: `hf://USER/NAME`; the repository is created if it does not exist.
-        private: create a private repository.
-        overwrite: replace other content. Files that flatout does not write are kept.
-        pictures: include the report and the pictures, which show test images.
-        console: shows progress.
+    All files are one commit, so that an interrupted upload changes nothing. With `overwrite`, a repository that has
+    files is changed; those that flatout does not write are kept.
 
     Returns:
-        `url`, `page` (its address for browsers), `commit`, `changed`, `bytes` and `files`.
-
-    Raises:
-        InputError: the run is not complete, the address is wrong, the repository has other content, or the hub cannot
-            be reached or refuses.
+        `url`, `page` (its address for browsers), `commit`, `bytes` and `files`.
     """
-    from flatout.models.hub import bars_on_terminals, without_xet
-
     repository, revision = parse_address(url)
     if revision is not None:
         raise InputError(f"{url}: a revision cannot be given here; uploads go to the main branch")
@@ -145,7 +121,7 @@ def upload(
         )
     with tempfile.TemporaryDirectory(prefix="flatout-upload-") as temporary:
         folder = Path(temporary) / run.path.resolve().name
-        copy_run(run, folder, pictures=pictures)
+        copy_run(run, folder)
         _write_onnx(run, folder / MODEL, console)
         write_atomically(folder / CARD, _card(run, folder, repository).encode())
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -155,7 +131,7 @@ def upload(
         except InputError:
             raise
         except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
-            raise InputError(f"{url}: {_why_not_uploaded(error, repository)}") from error
+            raise InputError(f"{url}: nothing was published: {_reason(error)}") from error
         size = sum((folder / name).stat().st_size for name in files)
     return {"url": url, **result, "bytes": size, "files": files}
 
@@ -163,19 +139,17 @@ def upload(
 def format_upload(result: dict[str, Any]) -> list[str]:
     """Return the result of `upload` as text."""
     files = f"{len(result['files'])} files, {result['bytes'] / 1e6:,.1f} MB"
-    did = f"uploaded {files}" if result["changed"] else f"unchanged: the repository already has these {files}"
-    return [did, result["page"], f"use it: flatout predict {result['url']} FILE"]
+    return [f"uploaded {files}", result["page"], f"use it: flatout predict {result['url']} FILE"]
 
 
 def _write_onnx(run: "Run", path: Path, console: Console) -> None:
     """Write the run as an ONNX file, if the extra is installed and the network can be exported."""
     if importlib.util.find_spec("onnxscript") is None:
         return
-    from flatout.inference.export import formats, verify
+    from flatout.inference import export
 
     try:
-        predict = formats.write_onnx(run, path, "fp32")
-        verify.check_on_noise(run, predict)
+        export.check_on_noise(run, export.write_onnx(run, path))
     except InputError as error:
         path.unlink(missing_ok=True)
         console.note(f"uploading without {MODEL}: {first_line(error)}")
@@ -183,39 +157,31 @@ def _write_onnx(run: "Run", path: Path, console: Console) -> None:
 
 def _publish(
     folder: Path, files: list[str], url: str, repository: str, *, private: bool, overwrite: bool, console: Console
-) -> dict[str, Any]:
-    """Upload the files of a folder; return the commit's fields of `upload`."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+) -> dict[str, str]:
+    """Upload the files of a folder; return `page` and `commit`."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
-    if constants.HF_HUB_OFFLINE:
-        raise InputError(f"{url}: HF_HUB_OFFLINE is set; unset it to upload")
-    if get_token() is None:
-        raise InputError(f"{url}: no access token; run hf auth login or set HF_TOKEN to a token with write permission")
     api = HfApi(library_name="flatout")
     existing = _existing(api, repository)
     page = f"{constants.ENDPOINT}/{repository}"
-    stale: list[str] = []
+    theirs: list[str] = []
     if existing is None:
         api.create_repo(repository, private=private, exist_ok=True)
     else:
         if private and not existing.private:
             raise InputError(f"{url}: exists and is public; make it private on {page}/settings, or choose another name")
-        theirs = {one.rfilename: one for one in existing.siblings or () if one.rfilename not in _OF_THE_HUB}
-        stale = [name for name in theirs if _is_own(name) and name not in files]
-        other = sorted(name for name, one in theirs.items() if name not in files or not _is_same(folder / name, one))
-        if theirs.keys() >= set(files) and not stale and not set(other) & set(files):
-            return {"page": page, "commit": existing.sha, "changed": False}
-        if other and not overwrite:
-            names = ", ".join(other[:5]) + (f" and {len(other) - 5} more" if len(other) > 5 else "")
-            raise InputError(f"{url}: exists with other content ({names}); give --overwrite, or choose another name")
+        theirs = sorted(one.rfilename for one in existing.siblings or () if one.rfilename != _OF_THE_HUB)
+        if theirs and not overwrite:
+            names = ", ".join(theirs[:5]) + (f" and {len(theirs) - 5} more" if len(theirs) > 5 else "")
+            raise InputError(f"{url}: exists and has files ({names}); give --overwrite, or choose another name")
     console.note(f"uploading {len(files)} files to {page}")
     # One commit: `upload_folder` may make several.
     operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in files]
-    operations += [CommitOperationDelete(name) for name in stale]
+    operations += [CommitOperationDelete(name) for name in theirs if _is_own(name) and name not in files]
     # The commit is refused if there has been another in the meantime.
     parent = None if existing is None else existing.sha
     commit = api.create_commit(repository, operations, commit_message="Upload a run with flatout", parent_commit=parent)
-    return {"page": page, "commit": commit.oid, "changed": True}
+    return {"page": page, "commit": commit.oid}
 
 
 def _existing(api: Any, repository: str) -> Any:
@@ -223,7 +189,7 @@ def _existing(api: Any, repository: str) -> Any:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return api.model_info(repository, files_metadata=True)
+        return api.model_info(repository)
     except RepositoryNotFoundError as error:
         # The answer to a wrong token is the same.
         if _status_of(error) == 401:
@@ -233,27 +199,6 @@ def _existing(api: Any, repository: str) -> Any:
 
 def _is_own(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for own in _OWN for pattern in (own, f"{FOLD.format('*')}/{own}"))
-
-
-def _is_same(path: Path, theirs: Any) -> bool:
-    """Whether a file equals one in a repository, by SHA-256 or git's digest."""
-    if not path.is_file():
-        return False
-    content = path.read_bytes()
-    if theirs.lfs is not None:
-        return hashlib.sha256(content).hexdigest() == theirs.lfs.sha256
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == theirs.blob_id
-
-
-def _why_not_uploaded(error: Exception, repository: str) -> str:
-    status = _status_of(error)
-    if status in (401, 403):
-        owner = repository.partition("/")[0]
-        return f"access is denied (HTTP {status}): use a token with write permission for {owner} (HF_TOKEN)"
-    if status in (409, 412):
-        return f"the repository was changed in the meantime (HTTP {status}); run the command again"
-    reason = f"HTTP {status}" if status is not None else first_line(causes(error)[-1])
-    return f"the upload failed ({reason}); nothing was published, and the same command continues it"
 
 
 # --- a copy without local paths ---------------------------------------------------------------------------------------
@@ -267,34 +212,24 @@ _LOGIN, _QUERY = re.compile(r"(\w+://)[^/\s@'\"]+@"), re.compile(r"(\w+://[^\s?#
 _OF_THE_DATA = ("class", "classes", "actual", "predicted")
 
 
-def copy_run(run: "Run", folder: Path, *, pictures: bool) -> None:
-    """Write the files of a run that are worth publishing into a new folder.
+def copy_run(run: "Run", folder: Path) -> None:
+    """Write the files of a finished run that are worth publishing into a new folder; none shows an image.
 
-    Checkpoints, logs and predictions are not copied. Local paths keep their last part, URLs lose login and query. The
-    report is drawn again from these files.
-
-    Args:
-        run: a finished run or cross-validation.
-        folder: does not exist yet; its name is that of the report.
-        pictures: whether report and pictures, which show test images, are wanted.
-
-    Raises:
-        InputError: a file of the run is damaged, or cannot be written.
+    Local paths keep their last part, URLs lose login and query.
     """
     data = [run.recipe.data.path] if run.recipe.data.path else []
     places = (run.path.resolve(), *(Path(path).absolute() for path in data if "://" not in path))
     clean = cleaner(run.classes, {Path.home(), Path.cwd(), *(place.parent for place in places)})
-    _copy_files(run, folder, clean, pictures=pictures)
+    _copy_files(run, folder, clean)
     for number, member in enumerate(run.members if len(run.members) > 1 else (), start=1):
-        _copy_files(member, folder / FOLD.format(number), clean, pictures=pictures)
+        _copy_files(member, folder / FOLD.format(number), clean)
 
 
 def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any], Any]:
     """Return a function that cuts local paths to their last part, in a text or in all texts of lists and dicts.
 
-    Args:
-        words: words of the data, such as class names, which are kept even if they look like paths.
-        folders: known folders, whose names may have spaces, unlike other paths.
+    `words` of the data, such as class names, are kept even if they look like paths. The names of `folders` may have
+    spaces, unlike other paths.
     """
     known = sorted((f"{folder}/" for folder in folders if folder.name), key=len, reverse=True)
     kept = {match[0] for word in words for match in _LOCAL.finditer(word)}
@@ -314,9 +249,7 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
     return clean
 
 
-def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictures: bool) -> None:
-    from flatout.report.page import draw_all
-
+def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any]) -> None:
     folder.mkdir(parents=True)
     text = clean((run.path / RECIPE).read_text(encoding="utf-8"))
     tomllib.loads(text)  # cutting paths keeps a recipe valid
@@ -324,30 +257,13 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictur
     # The decoded images stay in the cache of the computer that trained.
     write_json(folder / SUMMARY, clean({**run.summary, "pack": None}))
     for name in (WEIGHTS, KNOWN):
-        if not (path := run.path / name).is_file():
-            continue
-        tensors, metadata = read_weights(path)  # which finds damage
-        cleaned = {key: value if key == "classes" else clean(value) for key, value in metadata.items()}
-        if cleaned == metadata:
-            shutil.copyfile(path, folder / name)
-        else:
+        if (run.path / name).is_file():
+            tensors, metadata = read_weights(run.path / name)  # which finds damage
+            cleaned = {key: value if key == "classes" else clean(value) for key, value in metadata.items()}
             save_tensors(folder / name, tensors, cleaned)
-    if pictures:
-        sources = [name for name in (METRICS, PREDICTIONS) if (run.path / name).is_file()]
-        for name in sources:
+    for name in PICTURES[1:]:  # curves and confusion, without images
+        if (run.path / name).is_file():
             shutil.copyfile(run.path / name, folder / name)
-        _forget_file_names(folder / PREDICTIONS)
-        draw_all(folder)
-        for name in sources:
-            (folder / name).unlink()
-
-
-def _forget_file_names(path: Path) -> None:
-    """Remove the names of images, which may be personal, from predictions."""
-    if path.is_file():
-        with np.load(path) as arrays:
-            kept = {name: array for name, array in arrays.items() if name != "name"}
-        np.savez(path, **kept)
 
 
 # --- the model card ---------------------------------------------------------------------------------------------------
@@ -359,25 +275,17 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    from flatout import __version__
-
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
-    words = {"test": "test", "valid": "validation", "": ""}
-    result = describe_metrics(split, summary).replace(split, words[split], 1) if split else "it has not been tested"
-    if interval := summary.get(f"{split}_accuracy_interval"):
-        result += f", 95 % interval {interval[0]:.4f} to {interval[1]:.4f}"
+    result = describe_metrics(split, summary) if split else "it has not been tested"
     machine = summary.get("machine") or {}
-    images = {name: summary.get(f"{key}_images") for key, name in (("train", "training"), *words.items()) if key}
     facts = {
         "task": run.task.name,
         "network": f"{recipe.model}, {summary.get('parameters') or 0:,} parameters",
         "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
-        "data": _source(recipe),
-        "images": ", ".join(f"{name} {count:,}" for name, count in images.items() if count),
+        "data": recipe.data.path or recipe.job or "images given in Python",
         "training": f"{summary.get('epochs_trained') or 0} epochs, {duration(summary.get('train_seconds') or 0)}",
         "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
-        "date": str(summary.get("date") or "")[:10],
     }
     rows, model = summary.get("per_class") or [], recipe.model
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
@@ -398,7 +306,7 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         facts=[(name, _cell(value)) for name, value in facts.items() if value],
         rows=[{**row, "class": _cell(row["class"])} for row in rows[:_MAX_ROWS]],
         left_out=max(0, len(rows) - _MAX_ROWS),
-        split=words[split],
+        split={"valid": "validation"}.get(split, split),
         recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
         notes=[_cell(note) for note in (*(summary.get("verdict") or ()), *(summary.get("notes") or ()))],
         load=load,
@@ -409,10 +317,6 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         version=__version__,
     )
     return str(card)
-
-
-def _source(recipe: Recipe) -> str:
-    return str(recipe.data.path or recipe.job or "images given in Python")
 
 
 def _cell(value: object) -> str:

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config.settings import nearest
-from flatout.inference.calibration import MIN_COVERAGE, highest_coverage, set_threshold
+from flatout.data.decode import decode_image
+from flatout.data.formats.folders import is_image_name
+from flatout.data.pixels import BadImage, channels_last, range_of, resize_images, to_pixels
+from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, set_threshold
+from flatout.inference.explain import HeatmapWriter
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
-    from flatout.inference.explain import HeatmapWriter
     from flatout.inference.run import Run
 
 ON_BAD_IMAGE = ("stop", "skip")
@@ -31,12 +34,9 @@ _MAX_AT_ONCE = 256  # decoded images in memory
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The outputs of a model for N images.
+    """The outputs of a model for N images: probabilities float32 [N, K]; logits are None for several models.
 
-    Attributes:
-        probabilities: see `Task.probabilities`, float32 [N, K].
-        logits: float32 [N, outputs]; None for several models.
-        unknown_score: the OOD score of each image, [N]; None without a detector.
+    `unknown_score` is the OOD score of each image, [N]; None without a detector.
     """
 
     probabilities: np.ndarray
@@ -81,21 +81,14 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        found: dict[str, Any] = {"file": self.file}
         if self.error is not None:
-            return found | {"error": self.error}
-        if self.value is not None:
-            found["value"] = self.value
-        else:
-            pairs = zip(self.classes, self.probabilities, strict=True)
-            found["predictions"] = [{"class": c, "probability": p} for c, p in pairs]
-        if self.explanation is not None:
-            found["explanation"] = self.explanation
-        if self.unknown is not None:
-            found["unknown"] = self.unknown
+            return {"file": self.file, "error": self.error}
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        answers = [{"class": c, "probability": p} for c, p in pairs] if self.value is None else None
+        found = {"value": self.value, "predictions": answers, "explanation": self.explanation, "unknown": self.unknown}
         if self.coverage is not None:
             found |= {"coverage": self.coverage, "set": list(self.classes_in_set)}
-        return found
+        return {"file": self.file, **{key: value for key, value in found.items() if value is not None}}
 
 
 def predict(
@@ -109,10 +102,7 @@ def predict(
     on_bad_image: str = "stop",
     note: Callable[[str], object] = warnings.warn,
 ) -> Iterator[Prediction]:
-    """Check the arguments, which are those of `Run.predict`, and return an iterator over the predictions.
-
-    `note` receives messages about what the run lacks.
-    """
+    """Check the arguments of `Run.predict`, and return an iterator; `note` receives what the run lacks."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
     if on_bad_image not in ON_BAD_IMAGE:
@@ -121,11 +111,7 @@ def predict(
         _check_coverage(run, coverage)
     if run.calibration and run.calibration.remark:
         note(run.calibration.remark)
-    heatmaps = None
-    if explain is not None:
-        from flatout.inference.explain import HeatmapWriter
-
-        heatmaps = HeatmapWriter(run, explain)
+    heatmaps = None if explain is None else HeatmapWriter(run, explain)
     stops = on_bad_image == "stop"
     return _predictions(run, images, stops=stops, top=top, tta=tta, coverage=coverage, heatmaps=heatmaps)
 
@@ -194,9 +180,10 @@ def _check_coverage(run: "Run", coverage: float) -> None:
         )
     thresholds = run.calibration.set_thresholds
     if set_threshold(thresholds, coverage) is None:
+        highest = MIN_COVERAGE + (len(thresholds) - 1) / COVERAGE_STEPS
         raise InputError(
-            f"{flag}: must be from {MIN_COVERAGE} to {highest_coverage(thresholds):g}, the highest for the "
-            f"{run.calibration.images:,} validation images of {run.path}"
+            f"{flag}: must be from {MIN_COVERAGE} to {highest:g}, the highest for the {run.calibration.images:,} "
+            f"validation images of {run.path}"
         )
 
 
@@ -206,12 +193,7 @@ def _check_coverage(run: "Run", coverage: float) -> None:
 def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top: int) -> dict[str, int]:
     """Write a row per image to a new CSV file as predictions are made; see `docs/trust.md` for the columns.
 
-    Returns:
-        `images` and `unreadable`, their numbers.
-
-    Raises:
-        InputError: the file exists or cannot be written; or see `predict`.
-        DiskFull: the disk is full. Earlier rows are kept.
+    Returns the numbers of `images` and of `unreadable` ones. If the disk becomes full, earlier rows are kept.
     """
     counts = {"images": 0, "unreadable": 0}
     columns = {"regression": ["value"], "multi-label": ["classes", "probabilities"]}.get(run.task.name)
@@ -260,7 +242,6 @@ def _row(one: Prediction, *, numbered: bool) -> dict[str, Any]:
 
 def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
-    images = _content(images)
     if isinstance(images, np.ndarray) or hasattr(images, "detach"):
         yield from _rows(images, recipe)
         return
@@ -268,7 +249,7 @@ def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
         images = [images]
     if not isinstance(images, Iterable) or isinstance(images, Mapping):
         raise InputError(f"images: {type(images).__name__} given; give files, folders, PIL images, arrays or tensors")
-    for i, image in enumerate(map(_content, images)):
+    for i, image in enumerate(images):
         if isinstance(image, str | Path):
             yield from ((str(file), file) for file in _files(Path(image)))
         elif isinstance(image, bytes | np.ndarray) or hasattr(image, "convert") or hasattr(image, "detach"):
@@ -277,17 +258,8 @@ def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
             raise InputError(f"images: item {i} is of {type(image).__name__}; give a file, a PIL image or an array")
 
 
-def _content(image: Any) -> Any:
-    """Return the bytes of an open file or a buffer; other values are unchanged."""
-    if isinstance(image, bytearray | memoryview):
-        return bytes(image)
-    return image.read() if isinstance(image, io.IOBase) or hasattr(image, "readinto") else image
-
-
 def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
-    from flatout.data.pixels import channels_last, range_of, to_pixels
-
     if hasattr(images, "detach"):
         images = images.detach().cpu().numpy()
     channels = recipe.channels
@@ -301,8 +273,6 @@ def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _files(path: Path) -> list[Path]:
-    from flatout.data.formats.folders import is_image_name
-
     if not path.exists():
         raise InputError(f"{path}: there is no such file")
     files = [path]
@@ -315,15 +285,8 @@ def _files(path: Path) -> list[Path]:
 
 def _pixels(recipe: "Recipe", image: Any) -> np.ndarray | str:
     """Return the model's input for an image, [H, W, C], or the reason why it cannot be read."""
-    from flatout.data.decode import decode_image
-    from flatout.data.pixels import BadImage, resize_images
-
-    shape: dict[str, Any] = {
-        "size": recipe.stored_sides,
-        "channels": recipe.channels,
-        "resize": recipe.data.resize,
-        "bits": recipe.data.bits,
-    }
+    shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels}
+    shape |= {"resize": recipe.data.resize, "bits": recipe.data.bits}
     try:
         if hasattr(image, "convert"):
             # As a file, so that its mode, transparency and orientation are treated as those of files.

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Split
+from flatout.data.build import find
+from flatout.data.source import DataSource
+from flatout.inference.explain import heatmaps_of
+from flatout.models.build import build_model
+from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, thumbnail
 from flatout.utils import run_files
 from flatout.utils.errors import InputError, first_line
@@ -51,14 +56,8 @@ def write_predictions(
 ) -> None:
     """Store all predictions and the few images of the pictures, so that a report needs no data.
 
-    Args:
-        folder: of the run; it has the weights already.
-        recipe: of the run.
-        split, result, samples, classes: the images with their predictions.
-        note: receives the reason why the report has no heatmaps.
-        files: the names of all images of the pack, if they are files.
-        module, allow_code: see `build_model`.
-        more: further arrays; all are those of `run_files.Predictions`.
+    The folder has the weights already. `note` receives the reason why the report has no heatmaps; `files` are the names
+    of all images of the pack, if they are files. All arrays, with `more`, are those of `run_files.Predictions`.
     """
     probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None
@@ -88,7 +87,8 @@ def write_predictions(
     if len(mistakes) and weights.is_file():
         shown = images[arrays["mistakes"][:EXPLAINED]]
         try:
-            model = _trained_model(weights, recipe, len(classes), module, allow_code)
+            model = build_model(recipe, len(classes), module=module, allow_code=allow_code).eval()
+            load_exactly(model, read_weights(weights)[0], weights)
             arrays["heatmaps"] = _heatmaps(model, recipe, shown, predicted[mistakes[:EXPLAINED]])
         except Exception as error:  # a user's model may raise anything, which must not fail the run
             note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
@@ -97,21 +97,8 @@ def write_predictions(
     write_atomically(folder / run_files.PREDICTIONS, buffer.getvalue())
 
 
-def _trained_model(
-    weights: Path, recipe: "Recipe", classes: int, module: "nn.Module | None", allow_code: bool
-) -> "nn.Module":
-    from flatout.models.build import build_model
-    from flatout.models.weights import load_exactly, read_weights
-
-    model = build_model(recipe, classes, module=module, allow_code=allow_code).eval()
-    load_exactly(model, read_weights(weights)[0], weights)
-    return model
-
-
 def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Return heatmaps of the pixels that support wrong predictions, uint8 [M, H, W]."""
-    from flatout.inference.explain import heatmaps_of
-
     is_class = answers.dtype.kind == "i" and answers.ndim == 1
     found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
     return (255 * found).round().astype(np.uint8)
@@ -125,13 +112,7 @@ def _brightness(samples: Split) -> np.ndarray:
 
 
 def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
-    """Return the names of all images of a pack, below the folder of the data.
-
-    None if they are not separate files, or have changed since.
-    """
-    from flatout.data.build import find
-    from flatout.data.source import DataSource
-
+    """Return the names of all images of a pack, below the folder of the data; None if they are not unchanged files."""
     path = recipe.data.path
     if not pack.is_decoded or not path or "://" in path:
         return None
@@ -171,15 +152,10 @@ def write_splits(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPrediction:
-    """A run's prediction for one of its test images.
+    """A run's prediction for one of its test (else validation) images, with label and prediction in words.
 
-    Attributes:
-        index: the position among the test images, or the validation images if there are none.
-        actual, predicted: the label and the prediction in words.
-        loss: the image's loss.
-        probability: that of the prediction, or None.
-        image: uint8 [H, W, 1 or 3]; None beyond the worst ones, which the run keeps.
-        file: its name; None for images that are not files, and in runs of earlier versions.
+    `image` is uint8 [H, W, 1 or 3], and None beyond the worst ones, which the run keeps. `file` is None for images that
+    are not files, and in runs of earlier versions.
     """
 
     index: int
@@ -213,13 +189,7 @@ class StoredPredictions(list[StoredPrediction]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Confusion:
-    """A confusion matrix.
-
-    Attributes:
-        counts: int64 [K, K], a row for each actual class, a column for each predicted one.
-        classes: their names.
-        picture: a PNG file of the counts, or None.
-    """
+    """A confusion matrix: `counts` int64 [K, K], a row for each actual class, a column for each predicted one."""
 
     counts: np.ndarray
     classes: tuple[str, ...]

@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from flatout.config import Data, Recipe, load_recipe, of_run
+from flatout.engine import augment, pixels
 from flatout.inference.calibration import Calibration
 from flatout.inference.evaluate import evaluate
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
 from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions
 from flatout.models.build import build_model
+from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
+from flatout.models.keras import KerasModule, is_keras
 from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
-from flatout.tasks import SingleLabel, confusion, task_of
+from flatout.tasks import SingleLabel, Task, confusion, task_of
 from flatout.utils.console import Console, in_notebook
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import (
     FOLD,
     KNOWN,
-    LOGS,
     PICTURES,
     PREDICTIONS,
     RECIPE,
@@ -44,10 +48,7 @@ from flatout.utils.run_files import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from flatout.inference.export.verify import Exported
-    from flatout.tasks import Task
+    from flatout.inference.export import Exported
 
 
 class Run:
@@ -58,24 +59,17 @@ class Run:
         model: needed only if the run trained a module or Keras model given in Python: one of the same architecture,
             which gets the weights when `.model` is first used.
         allow_code: whether a model named as `package.module:factory` may be imported.
-
-    Raises:
-        InputError: the folder is not a run.
     """
 
-    def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
+    def __init__(self, path: str | Path, *, model: Any = None, allow_code: bool = False) -> None:
         self.path = Path(path)
         self._given, self._allow_code = model, allow_code
         self._classified, self._frozen = 0, None
-        for name in (RECIPE, WEIGHTS):
-            if not (self.path / name).is_file():
-                missing = f"not a run folder with weights: {name} is missing"
-                what = missing if self.path.is_dir() else "no such run folder"
-                if (self.path / LOGS).is_dir() and name == WEIGHTS:
-                    raise InputError(
-                        f"{self.path}: has not finished; flatout train --resume --out {self.path} continues it"
-                    )
-                raise InputError(f"{self.path}: {what}; give the folder that `flatout train` wrote")
+        if not (self.path / RECIPE).is_file():
+            wrong = f"not a run folder: {RECIPE} is missing; give the folder that `flatout train` wrote"
+            raise InputError(f"{self.path}: {wrong}")
+        if not (self.path / WEIGHTS).is_file():
+            raise InputError(f"{self.path}: has not finished; flatout train --resume --out {self.path} continues it")
 
     @property
     def members(self) -> "tuple[Run, ...]":
@@ -85,7 +79,8 @@ class Run:
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
         value = self.summary.get(f"test_{name}") or self.summary.get(f"valid_{name}")
-        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={value})"
+        shown = None if value is None else f"{value:.4f}"
+        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={shown})"
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -112,7 +107,7 @@ class Run:
         return tuple(json.loads(self._weights[1]["classes"]))
 
     @cached_property
-    def task(self) -> "Task":
+    def task(self) -> Task:
         """The task, with the thresholds and the temperature of the run."""
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
         return task_of(self.recipe, thresholds, self.calibration.temperature if self.calibration else 1.0)
@@ -141,14 +136,12 @@ class Run:
         return read_weights(self.path / WEIGHTS)
 
     @cached_property
-    def model(self) -> "nn.Module":
+    def model(self) -> nn.Module:
         """The trained module on the CPU, in evaluation mode: normalised images [N, C, H, W] to logits [N, K].
 
         In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` restore the unit. If a
         model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
-        from flatout.models.keras import KerasModule, is_keras
-
         given = KerasModule(self._given) if is_keras(self._given) else self._given
         if given is None and self.recipe.model.startswith("python:"):
             raise InputError(
@@ -165,11 +158,9 @@ class Run:
     def evaluate(
         self, data: Any = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
     ) -> dict[str, Any]:
-        """Return `test_loss`, `test_count` and the metrics of the task on the run's test data, or on other data.
+        """Return loss, count and metrics on the run's test data, or on other data, with the keys of `summary.json`.
 
-        These are `test_accuracy` and `test_correct`; or `test_map`, `test_f1_macro` and `test_f1_micro`; or `test_mae`
-        and `test_r2`. If only a validation split exists, the prefix is `valid`. `per_class` is a list of `class`,
-        `precision`, `recall`, `f1` and `support`.
+        If only a validation split exists, the prefix is `valid`.
 
         Args:
             data: see `fit`; its test split is used if it has one, else its validation split, else all of it.
@@ -192,9 +183,9 @@ class Run:
         """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
         Args:
-            images: a file, a folder, a PIL image, the bytes of a file, an open file, an array or tensor [H, W],
-                [H, W, C] or [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are
-                uint8, or numbers in 0..1 or 0..255. Images of another size are resized.
+            images: a file, a folder, a PIL image, the bytes of a file, an array or tensor [H, W], [H, W, C] or
+                [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are uint8, or
+                numbers in 0..1 or 0..255. Images of another size are resized.
             top: how many classes.
             tta: see `evaluate`.
             coverage: add the set of classes that contains the right one with this probability, such as 0.95.
@@ -209,29 +200,25 @@ class Run:
         found = predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain, on_bad_image=on_bad_image)
         return list(found)
 
-    def export(
-        self, out: str | Path, *, format: str | None = None, precision: str = "fp32", data: Any = None
-    ) -> "Exported":
+    def export(self, out: str | Path, *, format: str | None = None, data: Any = None) -> "Exported":
         """Write the run for other programs, verified on its test images; see `docs/export.md`.
 
         Args:
             out: a new file. A cross-validation is written as the mean of its folds.
             format: "onnx" or "exported" (a `torch.export` program); by default, by the suffix of `out`.
-            precision: of an ONNX file: "fp32" or "fp16".
             data: other images to verify on; by default the run's own.
 
         Raises:
             InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than
-                99.99 % of the labels are equal (fp32).
+                99.99 % of the labels are equal.
         """
-        from flatout.inference.export.verify import export
+        from flatout.inference.export import export
 
-        return export(self, out, format=format, precision=precision, data=data, console=Console())
+        return export(self, out, format=format, data=data, console=Console())
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
-        """Return class probabilities, float32 [N, K], of images in the stored size and bits.
+        """Return class probabilities, float32 [N, K], or numbers [N, 1], of images in the stored size and bits.
 
-        In regression they are the numbers, [N, 1].
         With `tta`, or if the recipe has it, they are averaged over views of each image.
         """
         return self.outputs(pixels_NHWC, tta=tta).probabilities
@@ -239,10 +226,6 @@ class Run:
     @contextlib.contextmanager
     def _network(self) -> "Iterator[tuple[Any, Any]]":
         """Provide a function for logits that also catches features; large inputs use ONNX Runtime."""
-        import torch
-
-        from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
-
         model = self.model.eval()
         if self._classified * math.prod(self.recipe.image_sides) < WORTHWHILE_PIXELS:
             with caught(model, model) as features:
@@ -254,10 +237,6 @@ class Run:
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
         """Return all outputs for images; for the arguments see `probabilities`."""
-        import torch
-
-        from flatout.engine import augment, pixels
-
         views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
         results, seen = [], []
@@ -279,34 +258,14 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
-        """Return the figures of the run and its pictures, for notebooks."""
-        summary, name = self.summary, self.task.metric_names[0]
-        figures = {
-            "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
-            f"test {name}": summary.get(f"test_{name}"),
-            f"validation {name}": summary.get(f"valid_{name}"),
-            "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
-            "devices": summary.get("devices"),
-            "folder": self.path,
-        }
-        rows = pictures = ""
-        for name, value in figures.items():
-            if value is not None:
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
-                rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
-        for path in (self.path / "curves.png", self.path / "predictions.png"):
-            if path.is_file():
-                pictures += f'<img style="max-width:45%" src="{data_uri("image/png", path.read_bytes())}">'
-        return f"<table>{rows}</table>{pictures}"
+        """Return the run in words and its pictures, for notebooks."""
+        pictures = (self.path / name for name in ("curves.png", "predictions.png"))
+        uris = [data_uri("image/png", path.read_bytes()) for path in pictures if path.is_file()]
+        shown = "".join(f'<img style="max-width:45%" src="{uri}">' for uri in uris)
+        return f"<p>{escape(repr(self))}</p>{shown}"
 
     def top_losses(self, count: int = 9) -> StoredPredictions:
-        """Return the `count` test images (else validation images) with the highest loss, the worst first.
-
-        A notebook shows them as pictures.
-
-        Raises:
-            InputError: the run has not been tested.
-        """
+        """Return the `count` test (else validation) images with the highest loss; a notebook shows them as pictures."""
         found = self._predictions
         losses = self.task.losses_of(found.probabilities.astype(np.float64), found.labels)
         worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
@@ -325,13 +284,7 @@ class Run:
         )
 
     def confusion(self) -> Confusion:
-        """Return the confusion matrix on the test images, or on the validation images if there are none.
-
-        `counts` is the matrix; a notebook shows the picture.
-
-        Raises:
-            InputError: the run has not been tested, or its task is not single-label.
-        """
+        """Return the confusion matrix on the test (else validation) images of a single-label run."""
         if not isinstance(self.task, SingleLabel):
             need = "confusion() needs one class for each image; show() has the tables of this task"
             raise InputError(f"{self.path}: {need}")
@@ -352,16 +305,10 @@ class Run:
 class Ensemble(Run):
     """A finished cross-validation: predictions are means of the probabilities, or numbers, of its folds.
 
-    Args:
-        path: see `Run`.
-        model: see `Run`; each fold gets a copy.
-        allow_code: see `Run`.
-
-    Raises:
-        InputError: the folder is not a cross-validation, or one of its runs is missing or has not finished.
+    Each fold gets a copy of `model`; see `Run`.
     """
 
-    def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
+    def __init__(self, path: str | Path, *, model: Any = None, allow_code: bool = False) -> None:
         self.path = Path(path)
         folders = [self.path / FOLD.format(number) for number in range(1, self.recipe.data.folds + 1)]
         for name in (self.path / SUMMARY, *(folder / WEIGHTS for folder in folders)):
@@ -381,12 +328,12 @@ class Ensemble(Run):
         return self.members[0].classes
 
     @cached_property
-    def task(self) -> "Task":
+    def task(self) -> Task:
         """The task of the labels."""
         return task_of(self.recipe)
 
     @property
-    def model(self) -> "nn.Module":
+    def model(self) -> nn.Module:
         """There is none: each of `members` has its own."""
         raise InputError(f"{self.path}: each fold has a model of its own: flatout.load(path).members[0].model")
 
@@ -400,7 +347,7 @@ class Ensemble(Run):
         return Outputs(probabilities=np.mean(found, axis=0))
 
 
-def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
+def load(path: str | Path, *, model: Any = None, allow_code: bool = False) -> Run:
     """Read a run folder; its `model` is an ordinary torch module on the CPU, independent of the training device.
 
     A cross-validation is an `Ensemble`. See `Run` for the arguments. `hf://USER/NAME`, or `hf://USER/NAME@REVISION`, is

@@ -1,7 +1,6 @@
-"""Self-contained pages: filled-in templates of this folder with embedded pictures.
+"""Self-contained pages from the templates of this folder, which escape all text from data.
 
-The only script, which filters a table, is allowed by its hash. Templates escape all text from data (class names, paths,
-notes).
+The only script, which filters a table, is allowed by its hash.
 """
 
 import base64
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from flatout.utils.console import duration
 from flatout.utils.files import write_atomically
@@ -63,12 +63,7 @@ def thumbnail(image_HWC: np.ndarray) -> str:
 
 
 def encode(image_HWC: np.ndarray) -> tuple[str, bytes]:
-    """Return type and content of a picture of at most `THUMBNAIL_PIXELS`, from uint8 with 1 or 3 channels.
-
-    PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size.
-    """
-    from PIL import Image
-
+    """Return type and content of a picture of at most `THUMBNAIL_PIXELS`: PNG for tiny images, JPEG for photographs."""
     image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
     buffer = io.BytesIO()
     if max(image.size) < SMOOTH_FROM_PIXELS:

@@ -4,8 +4,7 @@ Missing or damaged files are reported in their place.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,77 +15,20 @@ from flatout.engine.pixels import centre
 from flatout.report import pictures
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.verdict import CHECKED, stages
-from flatout.tasks import Task, confusion, task_named
+from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
-from flatout.utils.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
+from flatout.utils.run_files import REPORT, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}
-TIME_PARTS = {
-    "start": ("start-up", "#8a95a0"),
-    "read": ("finding the data", "#eba25c"),
-    "pack": ("packing", "#d2620a"),
-    "launch": ("starting processes", "#a3acb5"),
-    "model": ("building the model", "#c9a227"),
-    "features": ("features of the images", "#9c755f"),
-    "head": ("fitting the head", "#d45087"),
-    "place": ("copying to the devices", "#4c9a8b"),
-    "compile": ("compiling", "#8a6bbf"),
-    "measure": ("measuring the speed", "#3e5c76"),
-    "check": ("checks before training", "#b5838d"),
-    "train": ("training", "#2f7fce"),
-    "folds": ("training and evaluating the folds", "#1f5f9e"),
-    "evaluate": ("evaluation", "#7fb2e5"),
-    "pictures": ("pictures", "#6fae5e"),
-    "other": ("everything else", "#c3cbd3"),
-}
-OTHER_COLOUR = TIME_PARTS["other"][1]
-# Headings and explanations by task: of `confusion.png`, of the worst mistakes and of their heatmaps; columns by class.
-WORDS: dict[str, dict[str, Any]] = {
-    "single-label": {
-        "picture": (
-            "Confusion matrix",
-            "A row for each actual class, a column for each predicted class, on the {split} images.",
-        ),
-        "mistakes": (
-            "Most confident mistakes",
-            "The {count} wrong answers on the {split} images with the highest probability."
-            " They often show wrong labels too.",
-        ),
-        "explained": "the wrong answer",
-        "columns": ("class", "images", "precision", "recall", "F1", "most often taken for"),
-    },
-    "multi-label": {
-        "picture": ("Precision, recall and F1", "Of each class, with its number of {split} images."),
-        "mistakes": (
-            "Worst mistakes",
-            "The {count} {split} images with the most confident wrong decisions. They often show wrong labels too.",
-        ),
-        "explained": "the most probable class",
-        "columns": ("class", "images", "precision", "recall", "F1"),
-    },
-    "regression": {
-        "picture": ("Predicted against actual", "A point for each of the {split} images; on the line, both are equal."),
-        "mistakes": (
-            "Largest errors",
-            "The {count} {split} images with the largest errors. They often show wrong labels too.",
-        ),
-        "explained": "a larger number",
-        "columns": (),
-    },
-}
 SET_COLUMNS = ("wanted", "sets with the right class", "sets of one class", "classes per set")
 # Shorter parts of the time are not listed: they would read "0.0 s".
 MIN_SECONDS = 0.05
 
 
 def draw_all(run: Path) -> None:
-    """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder.
-
-    Raises:
-        InputError: `run` is not a run folder, a value in it has the wrong type, or a file cannot be written.
-    """
+    """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder."""
     files = read_run(Path(run))
     names, shown = files.summary.get("classes") or [], files.predictions
     if files.metrics:
@@ -108,9 +50,12 @@ def _task(files: RunFiles) -> Task:
 def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     summary, shown, task = files.summary, files.predictions, _task(files)
     rows = _class_rows(shown, names, task) if shown else []
-    words = WORDS[task.name]
     unanswered = int((~np.isfinite(shown.probabilities)).any(axis=1).sum()) if shown else 0
     split = SPLIT_NAMES.get(shown.split, shown.split) if shown else ""
+    pairs: list[tuple[Any, ...]] = []
+    if shown and len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
+        found = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
+        pairs = [tuple(row.values()) for row in found]
     mistakes = _tiles(shown, shown.mistakes, names, task) if shown else []
     remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
     quantities = ["loss", task.metric_names[0]] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
@@ -118,7 +63,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "job": summary.get("job") or files.recipe.get("job") or files.run.name,
         "model": files.recipe.get("model") or "",
         "folder": files.run.resolve().name,
-        "date": _date(files),
+        "date": str(summary.get("date") or "").replace("T", " ")[: len("2026-01-31 12:00")],
         "missing": files.missing,
         "headline": _headline(files),
         "folds": _folds(summary, task) if summary.get("folds") else [],
@@ -132,18 +77,15 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "mistakes": mistakes,
         "unanswered": unanswered,
         "explained": _explained(shown, mistakes) if shown else [],
-        "explained_for": words["explained"],
         "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
-        "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in words["mistakes"]],
-        "picture": [text.format(split=split) for text in words["picture"]],
-        "columns": words["columns"],
+        "task": task.name,
         "metric": task.metric_title,
-        "trust": _trust(summary, "test" if shown and shown.split == "test" else "valid"),
-        "sets": _prediction_sets(summary),
+        "trust": trust(summary, "test" if shown and shown.split == "test" else "valid"),
+        "sets": prediction_sets(summary),
         "set_columns": SET_COLUMNS,
         "trust_charts": pictures.trust_charts(summary, shown, task, names),
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
-        "pairs": _confused_pairs(shown, names, task) if shown else [],
+        "pairs": pairs,
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
         "stages": stages(summary, files.recipe),
@@ -212,7 +154,9 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
     if trained not in (None, epochs) and "epochs" in known:
         known["epochs"] = f"{trained:,} of {known['epochs']}"
-    return [*known.items(), *([("devices", _text(summary["devices"]))] if summary.get("devices") else [])]
+    if devices := summary.get("devices"):
+        known["devices"] = _text(devices)
+    return list(known.items())
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:
@@ -235,30 +179,17 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
 
 
 def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    """Return a row for each class that has images, the worst first; single-label: with the most frequent mistake."""
+    """Return a row for each class that has images, the worst first."""
     keys = ("class", "support", "precision", "recall", "f1")
-    rows = task.per_class(shown.predicted, shown.labels, names)
-    cells = [tuple(row[key] for key in keys) for row in rows]
-    if task.name == "single-label":
-        matrix_KK = confusion(shown.predicted, shown.labels, len(names))
-        np.fill_diagonal(matrix_KK, 0)
-        rivals, times = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
-        taken_for = [f"{names[k]} ({n:,}\u00a0×)" if n else "—" for k, n in zip(rivals, times, strict=True)]
-        cells = [(*row, last) for row, last in zip(cells, taken_for, strict=True)]
-    return sorted((row for row in cells if row[1]), key=lambda row: (row[4], -row[1]))
+    rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
+    return sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))
 
 
-def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:  # the confusion matrix shows the numbers
-        return []
-    return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
-
-
-def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+def trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+    """Return intervals, further metrics and calibration of a split, each with its name."""
     found = summary.get("trust") or {}
     rows: list[tuple[str, str]] = []
-    interval = summary.get(f"{split}_accuracy_interval")
-    if isinstance(interval, list) and len(interval) == 2:
+    if interval := summary.get(f"{split}_accuracy_interval"):
         rows.append(("95 % confidence interval", "–".join(f"{end:.3f}" for end in interval)))
     values = {
         "balanced accuracy": summary.get(f"{split}_balanced_accuracy"),
@@ -269,18 +200,16 @@ def _trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
         "temperature": found.get("temperature"),
     }
     rows += [(name, f"{value:.3f}") for name, raw in values.items() if (value := finite(raw)) is not None]
-    if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
-        rows.append(("images answered “unknown”", f"{100 * share:.1f}\u00a0%"))
+    if "unknown" in found:
+        rows.append(("images answered “unknown”", f"{100 * found['unknown']['flagged']:.1f}\u00a0%"))
     return rows
 
 
-def _prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    found = (summary.get("trust") or {}).get("prediction_sets") or ()
-    keys = {"coverage", "covered", "single", "mean_size"}
+def prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a row of `SET_COLUMNS` for each coverage."""
     return [
         (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], Decimal(f"{row['mean_size']:.2f}"))
-        for row in found
-        if keys <= row.keys()
+        for row in (summary.get("trust") or {}).get("prediction_sets") or ()
     ]
 
 
@@ -292,15 +221,14 @@ def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[
     return [tile | {"image": thumbnail(pictures.overlaid(image, heat / 255))} for tile, image, heat in pairs]
 
 
-def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
+def _time(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return key, seconds and share of each part."""
     parts = {name: finite(value) or 0.0 for name, value in (summary.get("time_seconds") or {}).items()}
     rest = (finite(summary.get("wall_seconds")) or 0.0) - sum(parts.values())
     if parts and rest > 0.01 * sum(parts.values()):
         parts["other"] = rest
-    named = [
-        (*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds) for key, seconds in parts.items() if seconds >= MIN_SECONDS
-    ]
-    return [(name, colour, seconds, seconds / sum(parts.values())) for name, colour, seconds in named]
+    total = sum(parts.values())
+    return [(key, seconds, seconds / total) for key, seconds in parts.items() if seconds >= MIN_SECONDS]
 
 
 def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -311,7 +239,7 @@ def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("memory", _bytes(machine.get("memory_bytes"))),
         ("GPU", machine.get("gpu")),
         ("engine", summary.get("engine")),
-        ("devices", _text(summary.get("devices"))),
+        ("devices", summary.get("devices")),
         ("processes", summary.get("world_size")),
         ("precision", summary.get("precision")),
         ("threads per process", summary.get("threads_per_rank")),
@@ -323,20 +251,9 @@ def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
-        names = [str(item) for item in value]
-        return ", ".join(f"{names.count(n)} × {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
-    return "" if value is None else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _bytes(value: object) -> str | None:
     size = finite(value)
     return None if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def _date(files: RunFiles) -> str:
-    """Return when the run ended: the summary's `date`, else the last modification of its metrics."""
-    if date := str(files.summary.get("date") or ""):
-        return date.replace("T", " ")[: len("2026-01-31 12:00")]
-    source = next(name for name in (SUMMARY, METRICS) if (files.run / name).is_file())
-    return datetime.fromtimestamp((files.run / source).stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,6 +1,4 @@
-"""The pictures of a run: predictions, curves of training, all answers and their trust.
-
-Values to draw may be missing, None or NaN.
+"""The pictures of a run: predictions, curves of training, all answers and their trust. Values may be missing or NaN.
 
 Shape letters: M images, H height, W width, C channels, K classes.
 """
@@ -49,11 +47,7 @@ POINTS, CURVES = 200, 40
 def draw_predictions(
     path: Path, images_MHWC: np.ndarray, actual: np.ndarray, predicted: np.ndarray, classes: Sequence[str], task: Task
 ) -> None:
-    """Write a grid of images titled "actual / predicted", blue where right and red where wrong.
-
-    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels of the task; a class is -1 if the model's
-    output was not finite.
-    """
+    """Write a grid of images uint8 [M, H, W, 1 or 3] titled "actual / predicted", blue if right, red if wrong."""
     rows = max(1, math.ceil(len(images_MHWC) / GRID_COLUMNS))
     # Images that are not square are up to twice as high or wide.
     shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
@@ -82,12 +76,7 @@ def draw_predictions(
 
 
 def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
-    """Write loss and the task's metric per epoch as a PNG, and the learning rate below them if it changes.
-
-    Args:
-        metrics: the lines of `metrics.jsonl`.
-        summary: the content of `summary.json`; the kept epoch and the losses by step are shown if present.
-    """
+    """Write loss and the task's metric per epoch as a PNG, and the learning rate below them if it changes."""
     metric = task_named(summary.get("task")).metric_names[0]
     panels: Any = [["loss", metric]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
     figure = style.new_figure(9.0, 2.1 + 1.2 * len(panels))
@@ -159,14 +148,6 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
     if not drawn and not by_step:
         style.add_message(axes, "no finite values")
         return
-    if quantity in SHARES and len(epochs) == 1:
-        axes.set_xlabel("")
-        axes.bar(list(series), drawn, width=0.5, color=[LINES[split][0] for split in series])
-        for position, accuracy in enumerate(drawn):
-            style.add_label(axes, position, accuracy, f"{accuracy:.3f}")
-        axes.set_ylim(0, 1.1)
-        axes.set_xlim(-0.8, len(series) - 0.2)
-        return
     if by_step:
         drawn += [loss for _, loss in by_step]
         axes.plot(*zip(*by_step, strict=True), color=LINES["train"][0], linewidth=1.2, label="train, by step")
@@ -186,7 +167,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
         return
     _scale_axis(axes, quantity, min(drawn), max(drawn))
-    _mark_epochs(axes, metrics, summary, quantity)
+    _mark_kept(axes, metrics, summary, quantity)
     style.add_legend(axes, handlelength=1.8)
 
 
@@ -213,14 +194,7 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
-    rows = [(line["epoch"], [line.get(f"{split}_{quantity}") for split in LINES]) for line in metrics]
-    broken = [epoch for epoch, row in rows if any(isinstance(v, float) and not math.isfinite(v) for v in row)]
-    if broken:
-        axes.plot(
-            broken, [0.04] * len(broken), transform=axes.get_xaxis_transform(), color=style.WRONG, marker="x",
-            linestyle="", markersize=5, label="not a number",
-        )  # fmt: skip
+def _mark_kept(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
     kept: Any = summary.get("kept_epoch") or summary.get("best_epoch")
     scores = {line["epoch"]: finite(line.get(f"valid_{quantity}")) for line in metrics}
     if kept in scores and len(metrics) > 1:
@@ -248,8 +222,7 @@ def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) ->
     """Write the confusion matrix: counts [K, K], a row per actual class, a column per predicted class.
 
     A cell's colour is its share of the row, blue on the diagonal and red off it, on a square-root scale so that rare
-    mistakes are visible; rows of classes without images are grey. Up to 15 classes the cells contain their counts;
-    beyond 51 only some classes are labelled.
+    mistakes are visible; rows of classes without images are grey.
     """
     from matplotlib.colors import to_rgb
 
@@ -341,7 +314,7 @@ def trust_charts(
 ) -> dict[str, str]:
     """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
     found, drawn = summary.get("trust") or {}, {}
-    if all(_bins(found, name) for name in ("before", "after")):
+    if "reliability_after" in found:
         figure = style.new_figure(4.7, 3.4, dpi=72)
         _draw_reliability(figure.add_subplot(), found)
         drawn["reliability diagram"] = as_svg(figure, "reliability")
@@ -352,18 +325,11 @@ def trust_charts(
     return drawn
 
 
-def _bins(found: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
-    """Return the bins of the reliability diagram that are complete."""
-    rows = found.get(f"reliability_{name}") or ()
-    return [row for row in rows if {"confidence", "accuracy", "count"} <= row.keys()]
-
-
 def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
     style.style_panel(axes, "Reliability: accuracy by probability", "probability of the answer")
     axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2, label="perfect")
     for name, colour in (("before", style.MUTED), ("after", style.RIGHT)):
-        rows, error = _bins(found, name), finite(found.get(f"ece_{name}"))
-        label = f"{name} scaling" + (f", error {error:.3f}" if error is not None else "")
+        rows, label = found[f"reliability_{name}"], f"{name} scaling, error {found[f'ece_{name}']:.3f}"
         x, y, counts = (np.array([row[key] for row in rows]) for key in ("confidence", "accuracy", "count"))
         axes.plot(x, y, color=colour, linewidth=0.9, label=label)
         # The area of a point is its share of the images, so that noisy bins look small.

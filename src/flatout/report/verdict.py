@@ -40,16 +40,13 @@ DIVERGED_FACTOR = 2.0
 RECOVERED_FACTOR = 0.95
 # From a fifth of the time on, removing the wait for images gains more than most other tuning.
 INPUT_WAIT = 0.2
-# A class with fewer test images may never be predicted, by chance.
-MIN_CLASS_IMAGES = 5
 # Up to a ratio of about ten, training without class weights still learns the rare classes.
 UNBALANCED_RATIO = 10.0
-CLASSES_NAMED = 5
 HELP = "fewer epochs, augmentation"
 # What the rules look at, by task: accuracies exist only in single-label tasks.
 CHECKED = {
     "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
-    "multi-label": "divergence, a rising loss, classes never predicted, class balance, waiting for images",
+    "multi-label": "divergence, a rising loss, class balance, waiting for images",
     "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
 }
 
@@ -57,15 +54,12 @@ CHECKED = {
 def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
     """Return the findings on a run, a sentence or two each, the most serious first; empty if there are none.
 
-    Args:
-        summary: the content of `summary.json`; figures may be missing, None or NaN. The lists `train_class_counts`,
-            `test_class_counts` and `test_predicted_counts` are in the order of `classes`.
-        metrics: the lines of `metrics.jsonl`.
+    `summary` is the content of `summary.json`, `metrics` the lines of `metrics.jsonl`; figures may be missing or NaN.
     """
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
     if not learning:
-        rules = (_overfitting, _rising_loss, _more_epochs, _unpredicted)
+        rules = (_overfitting, _rising_loss, _more_epochs)
         learning = [sentence for rule in rules for sentence in rule(run)]
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
@@ -84,11 +78,6 @@ class _Run:
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
-
-    def counts(self, name: str) -> list[tuple[int, str]]:
-        """Return the numbers of images of all classes, each with the shortened name of its class."""
-        counts = self.summary.get(f"{name}_counts") or ()
-        return [(n, shorten(label, 40)) for n, label in zip(counts, self.classes, strict=False)]
 
 
 def _diverged(run: _Run) -> Iterator[str]:
@@ -132,8 +121,6 @@ def _at_chance(run: _Run) -> Iterator[str]:
     finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
         return
-    if accuracy > guess + 0.01:
-        how += f", within ± {spread:.3f} on {count:,} images"
     if run.train is not None and run.train > max(LEARNT_FACTOR * guess, guess + OVERFITTING_GAP):
         yield (
             f"{finding} {how}, although training accuracy is {run.train:.3f}."
@@ -233,16 +220,9 @@ def _more_epochs(run: _Run) -> Iterator[str]:
         )
 
 
-def _unpredicted(run: _Run) -> Iterator[str]:
-    pairs = zip(run.counts("test_class"), run.counts("test_predicted"), strict=False)
-    missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= MIN_CLASS_IMAGES]
-    if missing:
-        more = f" and {len(missing) - CLASSES_NAMED} more" if len(missing) > CLASSES_NAMED else ""
-        yield f"Never predicted, although present in the test images: {', '.join(missing[:CLASSES_NAMED])}{more}."
-
-
 def _unbalanced(run: _Run) -> Iterator[str]:
-    present = [(count, name) for count, name in run.counts("train_class") if count > 0]
+    counts = zip(run.summary.get("train_class_counts") or (), run.classes, strict=False)
+    present = [(count, shorten(name, 40)) for count, name in counts if count > 0]
     if len(present) > 1 and run.recipe.class_weights == "none":
         (most, largest), (fewest, smallest) = max(present), min(present)
         if most >= UNBALANCED_RATIO * fewest:
@@ -265,13 +245,9 @@ def _input_wait(run: _Run) -> Iterator[str]:
 
 
 def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, layers and time of each stage, in words; the time is empty if a stage took none.
+    """Return name, layers and time of each stage in words, for the nested plain values of a recipe.
 
     Nothing is returned for a run in which all layers train from random weights.
-
-    Args:
-        summary: the content of `summary.json`.
-        recipe: nested plain values at the end of the run.
     """
     times = summary.get("time_seconds") or {}
     source = f"the weights {recipe['weights']}" if recipe.get("weights") else ""

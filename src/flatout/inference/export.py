@@ -1,0 +1,405 @@
+"""A run as one file from raw images to probabilities, for other programs, kept only if it answers as the run does.
+
+Shape letters: N images, H height, W width, C channels, V views, K classes.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import io
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import nn
+
+from flatout import __version__
+from flatout.data.batches import Split
+from flatout.engine.augment import tta_views
+from flatout.engine.pixels import FROM_16_BITS, view
+from flatout.inference.evaluate import held_out, labelled
+from flatout.models.keras import KerasModule
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, causes, first_line
+from flatout.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from flatout.inference.run import Run
+
+# Images uint8 or uint16 [N, H, W, C] to probabilities float32 [N, K], or numbers [N, 1].
+Predict = Callable[[np.ndarray], np.ndarray]
+
+# The formats and their file suffixes.
+FORMATS = {"onnx": ".onnx", "exported": ".pt2"}
+# Limit of a protocol buffer, and so of a single ONNX file; graph and metadata fit in the rest of 2 GiB.
+MAX_BYTES = 2**31 - 2**24
+# The minimum share of equal labels of a valid export.
+MIN_EQUAL = 0.9999
+# Maximum number of compared test images, spread evenly.
+MAX_IMAGES = 10_000
+# Numbers of a regression are equal up to this share of the standard deviation of the labels.
+NUMBER_TOLERANCE = 1e-3
+_AT_ONCE = 64
+
+
+# --- from images to probabilities -------------------------------------------------------------------------------------
+
+
+def resize_matrix(
+    size: int, offset: torch.Tensor, used: torch.Tensor, filled: torch.Tensor, pixels: torch.Tensor
+) -> torch.Tensor:
+    """Return the weights float32 [size, pixels] of a bilinear, antialiased resize along one axis.
+
+    Of the image's positions `pixels`, the `used` ones from `offset` on are resized to the centred `filled` ones of the
+    result; zeros are around it.
+    """
+    start = torch.floor((size - filled) / 2)
+    rows = torch.arange(size, dtype=torch.float32)[:, None] - start
+    scale = used / filled
+    centre = (rows + 0.5) * scale - 0.5
+    weights = (1 - (pixels - offset - centre).abs() / scale.clamp(min=1)).clamp(min=0)
+    weights = weights * ((pixels >= offset) & (pixels < offset + used))
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-6)
+    return weights * ((rows >= 0) & (rows < filled))
+
+
+class Resize(nn.Module):
+    """Resizes images of 8 or 16 bits [N, H, W, C] to integers in float32 [N, C, *size]; `mode` is `data.resize`."""
+
+    def __init__(self, size: tuple[int, int], mode: str, bits: int) -> None:
+        super().__init__()
+        self.size, self.mode, self.bits = size, mode, bits
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the resized images."""
+        (rows, columns), (height, width) = self.size, images.shape[1:3]
+        y, x = (torch.arange(length, dtype=torch.float32) for length in (height, width))
+        used_y, used_x = (torch.full((), length, dtype=torch.float32) for length in (height, width))
+        all_y, all_x, filled_y, filled_x = used_y, used_x, used_y * 0 + rows, used_x * 0 + columns
+        is_wide = used_y * columns <= used_x * rows
+        if self.mode == "crop":
+            used_y = torch.where(is_wide, all_y, (all_x * rows / columns).round().clamp(min=1))
+            used_x = torch.where(is_wide, (all_y * columns / rows).round().clamp(min=1), all_x)
+        elif self.mode == "pad":
+            filled_y = torch.where(is_wide, (columns * all_y / all_x).round().clamp(min=1), filled_y)
+            filled_x = torch.where(is_wide, filled_x, (rows * all_x / all_y).round().clamp(min=1))
+        across = resize_matrix(columns, torch.floor((all_x - used_x) / 2), used_x, filled_x, x)
+        down = resize_matrix(rows, torch.floor((all_y - used_y) / 2), used_y, filled_y, y)
+        narrow = images.permute(0, 3, 1, 2).float() @ across.T
+        if self.bits == 8:  # each pass is rounded, as in 8-bit arithmetic
+            narrow = torch.floor(narrow + 0.5)
+        return torch.floor(down @ narrow + 0.5)
+
+
+class ExportedModel(nn.Module):
+    """A copy of a run's network with normalisation, the average over views, and the conversion of logits."""
+
+    scale: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, run: "Run") -> None:
+        super().__init__()
+        recipe = run.recipe
+        if isinstance(run.model, KerasModule):
+            raise InputError(f"{run.path}: trained a Keras model, which Keras saves: run.model.to_keras().save(FILE)")
+        self.network = copy.deepcopy(run.model).eval()
+        self.task, self.size = run.task, recipe.eval_sides
+        self.views = tta_views(recipe) if recipe.tta else []
+        mean, std = (torch.tensor(values).expand(recipe.channels) for values in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self.register_buffer("scale", (1 / (255 * std))[:, None, None])
+        self.register_buffer("bias", (-mean / std)[:, None, None])
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return probabilities [N, K] or numbers [N, 1] of pixels 0..255, float32 [N, C, H, W]."""
+        (rows, columns), (height, width) = self.size, pixels.shape[2:]
+        top, left = (height - rows) // 2, (width - columns) // 2
+        images = pixels[:, :, top : top + rows, left : left + columns] * self.scale + self.bias
+        # All views are one batch, so the file contains the network once.
+        views = [view(torch, images, *each) for each in self.views]
+        logits = self.network(torch.cat(views) if views else images).float()
+        if views:
+            logits = self.task.averaged(logits.reshape(len(views), images.shape[0], *logits.shape[1:]))
+        return self.task.probabilities(logits)
+
+
+class Classifier(nn.Module):
+    """Images [N, H, W, C] of any height and width to probabilities float32 [N, K], the mean of a run's members."""
+
+    def __init__(self, run: "Run") -> None:
+        super().__init__()
+        self.resize = Resize(run.recipe.stored_sides, run.recipe.data.resize, run.recipe.data.bits or 8)
+        self.members = nn.ModuleList(ExportedModel(member) for member in run.members)
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities; in regression the numbers."""
+        pixels = self.resize(images)
+        if self.resize.bits == 16:
+            pixels = pixels * FROM_16_BITS
+        found = [member(pixels) for member in self.members]
+        return torch.stack(found).mean(dim=0) if len(found) > 1 else found[0]
+
+
+def metadata_of(run: "Run") -> dict[str, str]:
+    """Return the metadata of an exported file, all as text; docs/export.md has the keys."""
+    recipe, calibration = run.recipe, run.calibration
+    found = {
+        "producer": f"flatout {__version__}",
+        "model": recipe.model,
+        "task": run.task.name,
+        "classes": json.dumps(run.classes, ensure_ascii=False),
+        "image_size": json.dumps(recipe.stored_sides),
+        "channels": str(recipe.channels),
+        "bits": str(recipe.data.bits or 8),
+        "resize": recipe.data.resize,
+        "precision": "fp32",
+        "temperature": repr(run.task.temperature),
+    }
+    if run.task.thresholds:
+        found["thresholds"] = json.dumps(run.task.thresholds)
+    if calibration:
+        found["calibration_images"] = str(calibration.images)
+        found["set_thresholds"] = json.dumps(calibration.set_thresholds)
+    return found
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep torch from printing warnings, logs and whole programs."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _program(run: "Run") -> torch.export.ExportedProgram:
+    """Return the program of a run, for images of any number, height and width."""
+    classifier = Classifier(run)
+    dtype = torch.uint16 if classifier.resize.bits == 16 else torch.uint8
+    # The lengths of the axes are distinct, and none would specialise the program.
+    rows, columns = run.recipe.stored_sides
+    images = torch.zeros(2, rows + 5, columns + 11, run.recipe.channels, dtype=dtype)
+    axes = {axis: torch.export.Dim(name) for axis, name in enumerate(("N", "height", "width"))}
+    try:
+        with quietly():
+            return torch.export.export(classifier, (images,), dynamic_shapes=(axes,))
+    except Exception as error:  # the network's own code, run by torch's tracer, may raise anything
+        raise InputError(
+            f"{run.path}: {run.recipe.model} cannot be exported ({first_line(error)}); its forward pass must not "
+            "depend on values or on the batch size"
+        ) from error
+
+
+def write_program(run: "Run", path: Path) -> Predict:
+    """Write a run as a `torch.export` program, and return a function that runs the file."""
+    program = _program(run)
+    # As open files, since torch demands a suffix of paths.
+    with quietly(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata_of(run))})
+    with path.open("rb") as file:
+        module = torch.export.load(file).module()
+
+    def predict(images: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return module(torch.from_numpy(np.ascontiguousarray(images))).numpy()
+
+    return predict
+
+
+def write_onnx(run: "Run", path: Path) -> Predict:
+    """Write a run as an ONNX file, made from its program, and return a function that runs the file."""
+    if importlib.util.find_spec("onnxscript") is None:
+        raise InputError("--format onnx needs onnxscript: pip install 'flatout[onnx]'")
+    program = _program(run)
+    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    if size > MAX_BYTES:
+        raise InputError(
+            f"{run.path}: has {size / 1e9:.1f} GB of weights, and a single ONNX file holds at most 2 GB; "
+            "try --format exported"
+        )
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+    try:
+        with quietly():
+            made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    except Exception as error:  # the exporter raises errors of its own, which wrap those of its parts
+        why = first_line(causes(error)[-1])
+        raise InputError(
+            f"{run.path}: {run.recipe.model} cannot be written as ONNX ({why}); use --format exported"
+        ) from error
+    assert made is not None
+    model = made.model_proto
+    for value in (*model.graph.input, *model.graph.output):
+        for name, axis in zip(("N", "height", "width"), value.type.tensor_type.shape.dim, strict=False):
+            if axis.dim_param:
+                axis.dim_param = name
+    _strip(model)
+    for key, value in metadata_of(run).items():
+        model.metadata_props.add(key=key, value=value)
+    onnx.save(model, path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(["probabilities"], {"images": np.ascontiguousarray(images)})[0]
+
+
+def _strip(model: onnx.ModelProto) -> None:
+    """Remove the exporter's metadata: names, and paths of source files."""
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del part.metadata_props[:]
+        part.ClearField("doc_string")
+    graph.ClearField("value_info")
+
+
+# --- writing and verifying --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A file that was written and verified; the fields are those of `export --json`.
+
+    `equal_labels` is the share of the `images` of a `split` (test, valid or all) with equal labels, or with numbers
+    within `NUMBER_TOLERANCE`; `largest_difference` that of a probability or number. `metrics` and `run_metrics` are the
+    task's metrics of the file and of the run on these images.
+    """
+
+    out: Path
+    format: str
+    bytes: int
+    split: str
+    images: int
+    equal_labels: float
+    largest_difference: float
+    metrics: dict[str, float]
+    run_metrics: dict[str, float]
+    export_seconds: float
+    verify_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self) | {"out": str(self.out)}
+
+    def lines(self) -> list[str]:
+        """Return the figures in words."""
+        what, name = "numbers" if "r2" in self.metrics else "labels", next(iter(self.metrics))
+        return [
+            f"{self.out}: {self.format}, {self.bytes / 1e6:,.2f} MB, written in {self.export_seconds:.1f} s, "
+            f"verified in {self.verify_seconds:.1f} s",
+            f"{100 * self.equal_labels:.2f} % equal {what} on {self.images:,} {self.split} images, "
+            f"largest difference {self.largest_difference:.2g}",
+            f"{name} {self.metrics[name]:.4f}; of the run {self.run_metrics[name]:.4f}",
+        ]
+
+
+def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any = None, console: Console) -> Exported:
+    """See `Run.export`; `console` shows progress."""
+    out = Path(out)
+    chosen = next((name for name, suffix in FORMATS.items() if out.suffix == suffix), None)
+    if chosen is None or format not in (None, chosen):
+        names = " or ".join(f"{suffix} (--format {name})" for name, suffix in FORMATS.items())
+        raise InputError(f"--out {out}: must end in {names}{'' if format is None else f', not --format {format}'}")
+    if out.exists():
+        raise InputError(f"{out}: exists; choose another --out, or remove it")
+    split, samples = _images(run, data, console)
+    results: list[Exported] = []
+
+    def write(temporary: Path) -> None:
+        started = time.monotonic()
+        predict = write_onnx(run, temporary) if chosen == "onnx" else write_program(run, temporary)
+        written = time.monotonic()
+        figures = _compare(run, samples, predict, console)
+        found = Exported(
+            out=out,
+            format=chosen,
+            bytes=temporary.stat().st_size,
+            split=split,
+            **figures,
+            export_seconds=written - started,
+            verify_seconds=time.monotonic() - written,
+        )
+        if found.equal_labels < MIN_EQUAL:
+            differ = round((1 - found.equal_labels) * found.images)
+            raise InputError(
+                f"{out}: {differ:,} of {found.images:,} {split} images get another label from the export than from the "
+                f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); the largest "
+                f"difference is {found.largest_difference:.3g}; no file was kept"
+            )
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
+        results.append(found)
+
+    with contextlib.suppress(OSError):  # the next call reports it
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, write)
+    return results[0]
+
+
+def _images(run: "Run", data: Any, console: Console) -> tuple[str, Split]:
+    """Return the split to verify on, and its images."""
+    other = data is not None
+    try:
+        pack, labels = labelled(run, data, console)
+    except InputError as error:
+        hint = "" if other or "--data" in str(error) else "; verify the export on other images with --data PATH"
+        raise InputError(f"{error}{hint}") from None
+    split, samples = held_out(run.members[0], pack, labels, other=other)
+    if not len(samples):
+        raise InputError("there are no images to verify the export on; name some with --data PATH")
+    return split, samples
+
+
+def _compare(run: "Run", samples: Split, predict: Predict, console: Console) -> dict[str, Any]:
+    """Compare a file's outputs with the run's on labelled images, and return fields of `Exported`."""
+    positions = np.linspace(0, len(samples) - 1, min(len(samples), MAX_IMAGES)).astype(np.int64)
+    theirs, ours = [], []
+    at_once = min(_AT_ONCE, run.recipe.batch_size)
+    for start in range(0, len(positions), at_once):
+        images = samples.images_at(positions[start : start + at_once])
+        ours.append(run.probabilities(images))
+        theirs.append(predict(images))
+        console.update(start + len(images), len(positions), "images verified")
+    console.finish()
+    expected, found = np.concatenate(ours), np.concatenate(theirs)
+    if found.shape != expected.shape:
+        raise InputError(f"the export answers {list(found.shape)} where the run answers {list(expected.shape)}")
+    task, labels = run.task, samples.labels[positions]
+    predicted = [task.predicted_from(one) for one in (expected, found)]
+    if task.name == "regression":
+        same = np.abs(predicted[0] - predicted[1]) <= NUMBER_TOLERANCE * task.label_std
+    else:
+        same = task.is_right(*(task.decided(one) for one in predicted))
+    assert same is not None
+    return {
+        "images": len(positions),
+        "equal_labels": float(same.mean()),
+        "largest_difference": float(np.abs(found - expected).max()),
+        "metrics": task.metrics(predicted[1], labels),
+        "run_metrics": task.metrics(predicted[0], labels),
+    }
+
+
+def check_on_noise(run: "Run", predict: Predict) -> None:
+    """Raise InputError if a file and its run disagree on random images of the run's size."""
+    recipe = run.recipe
+    kind, shape = np.uint16 if recipe.data.bits == 16 else np.uint8, (16, *recipe.stored_sides, recipe.channels)
+    images = np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
+    difference = np.abs(predict(images) - run.probabilities(images)).max() / run.task.label_std
+    if not difference <= NUMBER_TOLERANCE:
+        raise InputError(f"the export answers otherwise than the run, by up to {difference:.3g}")

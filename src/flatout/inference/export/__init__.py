@@ -1,1 +1,0 @@
-"""Runs as files for other programs: ONNX, torch.export and Keras; `Run.export` writes them."""
