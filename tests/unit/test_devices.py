@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(devices, "tpu_count", lambda: found.get("tpu", 0))
         monkeypatch.setattr(factory, "usable_cores", lambda: cores)
         monkeypatch.setattr(factory, "physical_cores", lambda: cores)
-        monkeypatch.setattr(accelerator, "physical_cores", lambda: cores)
+        monkeypatch.setattr(devices, "physical_cores", lambda: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     return has
@@ -149,7 +149,7 @@ def test_one_thread_is_the_users_wish_unless_torchrun_set_it(
     host(cores=8)
     for name, value in {"OMP_NUM_THREADS": "1", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert accelerator.cpu_threads(2) == threads
+    assert devices.cpu_threads(2) == threads
 
 
 @pytest.mark.parametrize(

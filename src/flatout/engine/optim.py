@@ -64,11 +64,7 @@ def build(
 
 
 def class_of(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
-    """Return the class of an optimizer, with the options of the section bound.
-
-    Raises:
-        InputError: there is no such class (`torch:NAME`, `timm:NAME`), it cannot train here, or it does not take a key.
-    """
+    """Return the class of an optimizer (`NAME`, `torch:NAME`, `timm:NAME`), with the options of the section bound."""
     library, _, name = optimizer.name.rpartition(":")
     known: dict[str, Any] = CLASSES
     if library == "torch":
@@ -143,11 +139,10 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def keep_compiler_out() -> Callable[[], None]:
-    """Keep torch's optimizers from importing torch's compiler; return a function that undoes this.
+    """Keep torch's optimizers from importing torch's compiler, a second of every start; return a function to undo it.
 
-    The methods import torch._dynamo only to exclude themselves from compilation, which takes a second of every start
-    (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each caches the excluded function in an attribute of the
-    undecorated one; here that is the function itself. In other versions of torch this has no effect.
+    Their methods do so only to exclude themselves from compilation (`_disable_dynamo` in torch/_compile.py, 2.11 to
+    2.15), and cache the excluded function in an attribute of the undecorated one; here that is the function itself.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
     plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__") and "torch._dynamo" not in sys.modules]

@@ -1,8 +1,6 @@
 """Pixel operations of augmentation except resampling, for torch and JAX: `xp` is either module.
 
-Pixels are floats from 0 to 255, with fractions for 16-bit images. Operations are those of Pillow, without intermediate
-rounding.
-Shape letters: B batch, H height, W width, C channels.
+Pixels are floats from 0 to 255. Operations are those of Pillow, without intermediate rounding.
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ _LUMA = (0.299, 0.587, 0.114)
 
 
 def centre(images_BHWC: Any, height: int, width: int) -> Any:
-    """Return the central crop of images."""
+    """Return the central crop."""
     top, left = (images_BHWC.shape[1] - height) // 2, (images_BHWC.shape[2] - width) // 2
     return images_BHWC[:, top : top + height, left : left + width]
 
@@ -30,13 +28,11 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any])
     """Return images with changed colours.
 
     Args:
-        xp: torch or jax.numpy.
-        x_BHWC: pixels, 0..255.
         rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 8]: those,
             the factor of sharpness, the step of posterising, the threshold of solarising, 1 to stretch each channel to
             0..255, and 1 to equalise its histogram.
         count_darker: returns for integers 0..255 [B, H, W, C] the number of darker pixels in the same channel of the
-            image, float32 [B, H, W, C]; it depends on the library.
+            image, float32 [B, H, W, C].
     """
 
     def column(index: int) -> Any:
@@ -62,7 +58,7 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any])
 
 
 def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
-    """Return integers with an equalised histogram, in Pillow's integer arithmetic."""
+    """In Pillow's integer arithmetic."""
     darker = count_darker(x_BHWC)
     # Pixels per level; the brightest pixels do not count.
     step = xp.floor(xp.amax(darker, axis=(1, 2), keepdims=True) / 255)
@@ -72,14 +68,14 @@ def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
 
 
 def _grey(x_BHWC: Any) -> Any:
-    """Return the luma, [B, H, W, 1]; grey images are unchanged."""
+    """The luma, [B, H, W, 1]; grey images are unchanged."""
     if x_BHWC.shape[-1] != 3:
         return x_BHWC
     return sum(weight * x_BHWC[..., i : i + 1] for i, weight in enumerate(_LUMA))
 
 
 def _smoothed(xp: Any, x_BHWC: Any) -> Any:
-    """Return images smoothed by Pillow's 3x3 kernel, whose centre weighs 5 of 13; edge pixels are unchanged."""
+    """By Pillow's 3x3 kernel, whose centre weighs 5 of 13; edge pixels are unchanged."""
     _, height, width, _ = x_BHWC.shape
     if min(height, width) < 3:
         return x_BHWC
@@ -91,11 +87,9 @@ def _smoothed(xp: Any, x_BHWC: Any) -> Any:
 
 
 def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
-    """Return the mask of a box in each image, bool [B, H, W].
+    """Return the mask of a box in each image, bool [B, H, W], from the indices of rows and columns.
 
-    Args:
-        boxes_B4: top, left, bottom, right, as fractions of height and width; empty if both ends are equal.
-        rows_H, columns_W: the indices of rows and columns.
+    Boxes are top, left, bottom, right, as fractions of height and width; empty if both ends are equal.
     """
     y = (rows_H + 0.5) / len(rows_H)
     x = (columns_W + 0.5) / len(columns_W)

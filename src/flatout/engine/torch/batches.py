@@ -23,40 +23,25 @@ TABLE_STEPS = 64
 
 @dataclass(kw_only=True, eq=False)
 class _Share:
-    """This rank's share of a batch as the host knows it.
-
-    Attributes:
-        batch: the share.
-        total: samples of all ranks without padding.
-        is_padded: whether any rank has padding.
-        images, partner_images: [B, ...] on the device if they are streamed from the host.
-    """
+    """This rank's share of a batch as the host knows it."""
 
     batch: Batch
-    total: int
-    is_padded: bool
-    images: torch.Tensor | None = None
-    partner_images: torch.Tensor | None = None
+    total: int  # samples of all ranks without padding
+    is_padded: bool  # whether any rank has padding
+    images: torch.Tensor | None = None  # [B, ...] on the device, if they are streamed from the host
+    partner_images: torch.Tensor | None = None  # likewise
 
 
 @dataclass(kw_only=True, eq=False)
 class DeviceBatch(_Share):
-    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
+    """This rank's share of a batch, or a micro-batch of it, on the device."""
 
-    Attributes:
-        samples: int64 [B], positions in the split.
-        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
-        total_weight: float32 [1], the sum of the weights of all ranks, by which the loss is divided.
-        partners: int64 [B], the samples that these are mixed with; None without mixing.
-    """
-
-    samples: torch.Tensor
-    weights: torch.Tensor
-    total_weight: torch.Tensor
-    partners: torch.Tensor | None = None
+    samples: torch.Tensor  # int64 [B], positions in the split
+    weights: torch.Tensor  # float32 [B], 0 for padding, else the weight of the sample in the loss
+    total_weight: torch.Tensor  # float32 [1], the sum of the weights of all ranks, by which the loss is divided
+    partners: torch.Tensor | None = None  # int64 [B], the samples that these are mixed with
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":
-        """Return one of `count` micro-batches."""
         if count == 1:
             return self
         chosen = part(len(self.batch.samples), number, count)
@@ -69,10 +54,8 @@ class DeviceBatch(_Share):
 class StepTable:
     """The inputs of the next steps on the device, and a counter there of the steps taken.
 
-    A step finds its row by the counter, so it needs nothing from the host: a recorded step is only replayed.
-
-    Args:
-        columns: the first rows, [s, ...] by name; see `DeviceBatch`.
+    A step finds its row by the counter, so it needs nothing from the host: a recorded step is only replayed. `columns`
+    are the tensors of `DeviceBatch` for the first steps, [s, ...].
     """
 
     def __init__(self, columns: dict[str, np.ndarray], accelerator: Accelerator) -> None:
@@ -88,7 +71,6 @@ class StepTable:
         self._next.zero_()
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return the row of the next step."""
         return {name: rows.index_select(0, self._next)[0] for name, rows in self._columns.items()}
 
     def advance(self) -> None:
@@ -97,15 +79,10 @@ class StepTable:
 
 @dataclass(kw_only=True, eq=False)
 class Step(_Share):
-    """A step of training or evaluation; its tensors are read on the device when it runs.
+    """A step of training or evaluation; its tensors are read on the device when it runs."""
 
-    Attributes:
-        table: has the row of the step.
-        rows: new rows of the table, of which this step's is the first; None if it has the row already.
-    """
-
-    table: StepTable
-    rows: dict[str, np.ndarray] | None
+    table: StepTable  # has the row of the step
+    rows: dict[str, np.ndarray] | None  # new ones of the table, from this step's on; None if it has the row already
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -113,12 +90,11 @@ class Step(_Share):
         return len(self.batch.samples), self.batch.count, self.total
 
     def begin(self) -> None:
-        """Bring the row of the step to the device, if it is not there."""
+        """Bring its row to the device, if it is not there."""
         if self.rows:
             self.table.fill(self.rows)
 
     def read(self) -> DeviceBatch:
-        """Return the tensors of the step that is next."""
         return DeviceBatch(
             batch=self.batch,
             total=self.total,
@@ -129,11 +105,9 @@ class Step(_Share):
         )
 
     def with_own_images(self) -> "Step":
-        """Return the step with a copy of the streamed images."""
         return replace(self, **{name: value.clone() for name, value in self._images().items()})
 
     def copy_images(self, other: "Step") -> None:
-        """Overwrite the streamed images with those of another step."""
         for name, images in self._images().items():
             images.copy_(getattr(other, name))
 
@@ -147,21 +121,13 @@ Streamed = TypeVar("Streamed", DeviceBatch, Step)
 
 @dataclass(kw_only=True, eq=False)
 class DeviceImages:
-    """The input of a model's trained part for a split: images, or the output of its frozen prefix.
+    """The input of a model's trained part for a split: images, or the output of its frozen prefix."""
 
-    Attributes:
-        samples: the split on the host.
-        images: [N, ...] on the device; None if they are streamed from the host.
-        targets: on the device; see `Task.targets`.
-        transforms: the epoch's augmentation tables on the device; empty if nothing is random.
-        partners: int32 [N] on the host, the samples that are mixed in; None without mixing.
-    """
-
-    samples: Split
-    images: torch.Tensor | None
-    targets: torch.Tensor
-    transforms: dict[str, torch.Tensor] = field(default_factory=dict)
-    partners: np.ndarray | None = None
+    samples: Split  # on the host
+    images: torch.Tensor | None  # [N, ...] on the device; None if they are streamed from the host
+    targets: torch.Tensor  # on the device; see `Task.targets`
+    transforms: dict[str, torch.Tensor] = field(default_factory=dict)  # the epoch's tables, on the device
+    partners: np.ndarray | None = None  # int32 [N] on the host, the samples that are mixed in
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
@@ -173,7 +139,6 @@ class DeviceImages:
         return streamed
 
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
     def stream(self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool) -> Iterator[Streamed]:
@@ -205,7 +170,7 @@ class DeviceImages:
 
 
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
-    """Place a split in device memory, host memory or on disk, the first that fits."""
+    """See `Engine.place`."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where, images = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here), None
     if where == "device":

@@ -1,7 +1,4 @@
-"""A split placed for the torch engine: its training steps and its evaluation.
-
-Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
-"""
+"""A split placed for the torch engine: its training steps and its evaluation."""
 
 import contextlib
 import functools
@@ -19,7 +16,7 @@ from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import Accelerator, allocate
 from flatout.engine.torch.batches import TABLE_STEPS, DeviceBatch, DeviceImages, Step, StepTable, Streamed
 from flatout.engine.torch.step import CapturedStep
-from flatout.models.features import caught
+from flatout.models.features import FrozenClassifier, caught
 from flatout.models.heads import FeatureNetwork, Head
 
 if TYPE_CHECKING:
@@ -152,7 +149,7 @@ class TorchDataset:
         return source.stream(steps, self._engine.accelerator, is_training=True)
 
     def _steps(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Step]:
-        """Yield steps on batches, all of one size: this rank's share in training, else the whole."""
+        """Yield steps on batches of one size: on this rank's share in training, else on the whole."""
         world, batches, classes = self._engine.world, iter(batches), self._weights if is_training else None
 
         def weights_of(batch: Batch) -> np.ndarray:
@@ -181,13 +178,13 @@ class TorchDataset:
                 )
 
     def train_step(self, inputs: Step, learning_rate: float, seed: int) -> None:
-        engine, source = self._engine, self.source
-        if engine.recorder:
-            samples = inputs.batch.samples[: inputs.batch.count]
-            rows = source.transforms_of(engine.accelerator.put(samples))
-            engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
         inputs.begin()
-        engine.train_step(source, inputs, learning_rate, seed)
+        self._engine.train_step(self.source, inputs, learning_rate, seed)
+
+    def draws(self, inputs: Step) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        samples = inputs.batch.samples[: inputs.batch.count]
+        rows = self.source.transforms_of(self._engine.accelerator.put(samples))
+        return samples, {name: values.cpu().numpy() for name, values in rows.items()}
 
     @torch.no_grad()
     def evaluate(
@@ -217,8 +214,6 @@ class TorchDataset:
             # After cached output, little computation remains: preparing ONNX Runtime would take longer.
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
-                from flatout.models.features import FrozenClassifier
-
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
             batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
             for inputs, *others in zip(*batches, strict=True):
@@ -258,7 +253,7 @@ class TorchDataset:
         return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
-        """Return the images of an evaluation, and a function (network, batch) -> logits."""
+        """Return what an evaluation reads, and a function (network, batch of each) -> logits."""
         engine = self._engine
         if not tta:
             return [self._plain], lambda network, images: network(engine.input.of(images))
@@ -290,7 +285,7 @@ class TorchDataset:
         return self._checked(streamed, is_one_less)
 
     def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
-        """Return this rank's evaluation batches, see `_batches`, and whether other ranks have one more."""
+        """Return this rank's evaluation batches, and whether other ranks have one more."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
         size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
@@ -301,7 +296,6 @@ class TorchDataset:
         return own, len(own) < -(-len(batches) // world.size)
 
     def _checked(self, inputs: Iterable[Streamed], is_one_less: bool) -> Iterator[Streamed]:
-        """Yield inputs, until a rank is told to stop."""
         world = self._engine.world
         for one in inputs:
             world.control.check_stop()
@@ -382,9 +376,7 @@ def collect_features(
 ) -> torch.Tensor | np.ndarray:
     """Gather the output of a prefix for a whole split, [count, ...], on all ranks.
 
-    Args:
-        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; the same number on each
-            rank.
+    `outputs` are this rank's, [B, C, ...] each, of every `world.size`-th batch; the same number on each rank.
     """
     features: Any = None
     start = 0

@@ -1,10 +1,6 @@
 """The torch engine: one device of each rank, CPU, CUDA or MPS.
 
-A training step takes this rank's share of the batch, gathers its images by index (or takes the streamed ones),
-augments and normalises them, computes logits, loss and gradients, all-reduces the gradients, updates the weights and
-adds up the metrics. It never waits for the device, so it can be captured as a CUDA graph.
-
-Shape letters: B samples of this rank in a batch, C channels.
+A training step never waits for the device, so it can be captured as a CUDA graph.
 """
 
 import contextlib
@@ -21,7 +17,7 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
-from flatout.engine.base import Counts, Recorder
+from flatout.engine.base import Counts
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
 from flatout.engine.torch.batch_norm import BatchNorm
@@ -30,6 +26,7 @@ from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
+from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
@@ -41,7 +38,7 @@ COPIES_OF_WEIGHTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A copy of this rank's part of the training state, on the device if it fits; see `Engine.snapshot`."""
+    """A copy of this rank's part of the training state; see `Engine.snapshot`."""
 
     tensors: dict[str, torch.Tensor]
     weights_only: bool
@@ -61,9 +58,6 @@ class TorchEngine:
         head: the head, if nothing else of the model changes; its input is then computed once.
         loss: a function of logits and targets in place of the task's; returns a loss for each sample.
         batch_transforms: functions of normalised training images [B, C, H, W]; each returns such images.
-
-    Raises:
-        InputError: the device lacks the recipe's `precision`.
     """
 
     def __init__(
@@ -88,7 +82,6 @@ class TorchEngine:
         self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
-        self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size)
             accelerator.reset_peak()
@@ -98,7 +91,6 @@ class TorchEngine:
             self._undo = undo.pop_all()
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
-        """Move the model to the device and prepare everything that the steps use."""
         recipe, world, accelerator = self.recipe, self.world, self.accelerator
         self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
@@ -141,7 +133,7 @@ class TorchEngine:
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
-        """Distribute rank 0's model to the devices of all ranks: a copy or a shard each."""
+        """Give each rank a copy or a shard of rank 0's model."""
         if not self.is_sharded:
             model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.world.broadcast([*model.parameters(), *model.buffers()])
@@ -152,7 +144,6 @@ class TorchEngine:
         return model
 
     def _can_capture(self) -> bool:
-        """Whether recipe and world permit capturing the step; the reason is reported otherwise."""
         reasons = {
             f"{self.recipe.optimizer.name} cannot be recorded": not optim.can_capture(self.recipe.optimizer),
             "functions given in Python may not be recorded": self._has_own_functions,
@@ -166,7 +157,6 @@ class TorchEngine:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are captured as graphs, or will be."""
         return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
@@ -200,7 +190,6 @@ class TorchEngine:
         self._communication_seconds += self.world.seconds - began
 
     def _step(self, source: DeviceImages, inputs: Step) -> None:
-        """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
         batch = inputs.read()
         inputs.table.advance()
         self._gradients.begin()
@@ -248,9 +237,7 @@ class TorchEngine:
         return self.task.averaged(torch.stack(seen))
 
     def is_frozen_faster(self, count: int) -> bool:
-        """Whether preparing ONNX Runtime is worthwhile for `count` images and a frozen network."""
-        from flatout.models.features import WORTHWHILE_PIXELS
-
+        """Whether ONNX Runtime is worth its preparation for `count` images and a frozen network."""
         return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
@@ -263,8 +250,6 @@ class TorchEngine:
         """Return the fastest implementation of a frozen network for `count` images; `example` is an input batch."""
         if not self.is_frozen_faster(count):
             return network
-        from flatout.models.features import frozen_network
-
         return frozen_network(network, example, self.threads, self._report)
 
     @contextlib.contextmanager
@@ -279,11 +264,7 @@ class TorchEngine:
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Choose the micro-batches before the first step: as few as fit.
-
-        Raises:
-            TrainingFailed: not even the smallest micro-batch fits.
-        """
+        """Choose the micro-batches before the first step: as few as fit."""
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
         if self.is_sharded:
             # A trial on one rank would wait for the other ranks' shards.
@@ -322,7 +303,7 @@ class TorchEngine:
         return 0
 
     def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Compute a micro-batch without the other ranks, and undo its effects."""
+        """Compute a micro-batch without the other ranks, and leave no trace of it."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)
         self._gradients.begin_backward(is_last=False)
@@ -423,7 +404,7 @@ class TorchEngine:
         self._release_graph()
 
     def _release_graph(self) -> None:
-        """Free captured steps, which refer to the optimizer's tensors: these may be replaced."""
+        """Free captured steps: the tensors of the optimizer that they refer to may be replaced."""
         if self._captured:
             self._captured.release()
 

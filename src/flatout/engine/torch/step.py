@@ -1,7 +1,4 @@
-"""Parts of a training step: network input, losses, sums of metrics, and the CUDA graph.
-
-Shape letters: B samples of this rank in a batch, C channels.
-"""
+"""Parts of a training step: network input, losses, sums of metrics, and the CUDA graph."""
 
 import copy
 from collections import Counter
@@ -48,7 +45,6 @@ class NetworkInput:
         return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
 
     def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
-        """Return a batch's augmented images, mixed with others if the recipe says so."""
         rows = source.transforms_of(inputs.samples)
         images = self.of(source.images_of(inputs), rows)
         if inputs.partners is not None:
@@ -80,11 +76,7 @@ class Losses:
     def of(
         self, task: Task, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the loss of each sample, float32 [B].
-
-        Raises:
-            InputError: the user's function does not return one for each sample.
-        """
+        """Return the loss of each sample, float32 [B]."""
         if self._own is None:
             return task.per_sample(logits, targets, class_weights)
         losses = self._own(logits.float(), targets)
@@ -115,7 +107,7 @@ SUMS = 4
 
 
 class MetricSums:
-    """Sums on the device since they were last fetched."""
+    """Sums on the device since they were last fetched; adding to them never waits."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         device = accelerator.device
@@ -130,7 +122,6 @@ class MetricSums:
         self._first_bad_step.fill_(-1)
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add the sums of a step, [SUMS], asynchronously."""
         self._sums += sums[: SUMS - 1]
         self._count += sums[SUMS - 1].long()
         is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
@@ -169,11 +160,9 @@ EAGER_STEPS = 3
 class CapturedStep:
     """Runs a step eagerly a few times, then captures it as a graph and replays it.
 
-    The step reads its inputs from tensors that stay in place, and must not wait for the device. Its Python numbers
-    become constants of a graph, so steps with other numbers (on the short last batch of an epoch) have graphs of their
-    own; all ranks agree on these numbers. If a capture fails, all steps run eagerly from then on (`is_off`), and the
-    reason is reported once. `forget_gradients` sets every gradient to None, so that the backward pass allocates new
-    ones.
+    The step reads its inputs from tensors that stay in place. Its Python numbers become constants of a graph, so steps
+    with other numbers (the short last batch) have their own. If a capture fails, all steps run eagerly from then on.
+    `forget_gradients` sets every gradient to None, so that the backward pass allocates new ones.
     """
 
     def __init__(
@@ -192,7 +181,6 @@ class CapturedStep:
         self._source: DeviceImages | None = None
 
     def __call__(self, source: DeviceImages, inputs: Step) -> None:
-        """Run the step once."""
         constants = inputs.constants
         if source is not self._source:
             self.release()
@@ -229,7 +217,7 @@ class CapturedStep:
         self._graphs[inputs.constants] = graph, static
 
     def refuse(self, reason: BaseException | str) -> None:
-        """Run all steps eagerly from here on, and report the reason."""
+        """Run all steps eagerly from here on."""
         self.is_off = True
         text = first_line(reason) if isinstance(reason, BaseException) else reason
         self._report(f"the step runs without a CUDA graph: {text}")

@@ -208,14 +208,16 @@ class XlaDataset:
     def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
         """See `DeviceDataset.train_step`. Steps wait until their dispatch is full."""
         group, step = inputs
-        if self._engine.recorder:
-            batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
-            samples = batch.samples[own.start : min(own.stop, batch.count)]
-            tables = self._transforms or {}
-            self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
         self._pending.append((group, step, learning_rate, seed))
         if step == len(group.batches) - 1:
             self.flush()
+
+    def draws(self, inputs: tuple[HostBatches, int]) -> tuple[np.ndarray, Transforms]:
+        """See `DeviceDataset.draws`."""
+        group, step = inputs
+        batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
+        samples = batch.samples[own.start : min(own.stop, batch.count)]
+        return samples, {name: table[samples] for name, table in (self._transforms or {}).items()}
 
     def flush(self) -> None:
         """Enqueue the waiting steps: in one program if they fill a dispatch, else one by one."""
