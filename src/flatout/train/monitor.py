@@ -14,7 +14,6 @@ import psutil
 
 from flatout.config import Recipe
 from flatout.distributed.world import Flag
-from flatout.engine.base import DeviceDataset, Recorder
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
@@ -56,7 +55,6 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        self._recorder = Recorder.if_requested(context.run_dir / run_files.LOGS, world.rank, progress)
         live = context.run_dir / run_files.LIVE
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 
@@ -66,11 +64,6 @@ class Monitor(LoopHooks):
         planned = self._budget.replan(self.context.recipe, self._progress.position(self._steps))
         self.context = with_length(self.context, planned)
         return self.context.recipe
-
-    def begin_step(self, train: DeviceDataset, inputs: object) -> None:
-        """See `LoopHooks.begin_step`."""
-        if self._recorder:
-            self._recorder.step(*train.draws(inputs))
 
     def flags(self) -> Flag:
         """See `LoopHooks.flags`."""

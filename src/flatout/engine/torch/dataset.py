@@ -13,7 +13,7 @@ import torch
 from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
-from flatout.engine.torch.accelerator import Accelerator, allocate
+from flatout.engine.torch.accelerator import allocate
 from flatout.engine.torch.batches import TABLE_STEPS, DeviceBatch, DeviceImages, Step, StepTable, Streamed
 from flatout.engine.torch.step import CapturedStep
 from flatout.models.features import FrozenClassifier, caught
@@ -59,20 +59,37 @@ class TorchDataset:
         _copy_tables(transforms, images)
 
         def outputs() -> Iterator[torch.Tensor]:
-            for inputs in self._batches(images, equally_many=True):
+            for inputs in self._batches(images):
                 rows = images.transforms_of(inputs.samples)
                 normalised = engine.input.normalised(images.images_of(inputs), rows)
                 with torch.no_grad(), engine.accelerator.autocast():
                     yield engine.prefix(normalised, len(images.samples))
 
-        wanted = engine.recipe.data.placement
-        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.accelerator)
+        features = self._gathered(outputs(), len(images.samples))
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if not isinstance(features, torch.Tensor):
             samples = Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
         return self._views[view]
+
+    def _gathered(self, outputs: Iterable[torch.Tensor], count: int) -> torch.Tensor | np.ndarray:
+        """Return the output of a prefix on all ranks, [count, ...]; each has as many `outputs`, [B, C, ...]."""
+        engine, world, features, start = self._engine, self._engine.world, None, 0
+        for output in outputs:
+            # In channels_last order, as the convolutions read them.
+            for rows in world.all_gather(output.movedim(1, -1)):
+                if features is None:
+                    wanted, here = engine.recipe.data.placement, world.local_size
+                    features = allocate(count, rows, engine.accelerator, wanted, ranks_here=here)
+                rows = rows[: max(0, count - start)]
+                if isinstance(features, torch.Tensor):
+                    features[start : start + len(rows)] = rows
+                else:
+                    features[start : start + len(rows)] = rows.float().cpu().numpy()
+                start += len(rows)
+        assert features is not None
+        return features
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
@@ -86,7 +103,7 @@ class TorchDataset:
         assert engine.cut is not None
         source, rows = split._plain, _Rows(len(self.samples), engine.world)
         network: Callable[[torch.Tensor], torch.Tensor] | None = None
-        for inputs in split._batches(source, equally_many=False):
+        for inputs in split._batches(source):
             images = engine.input.of(source.images_of(inputs)).float()
             network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
             start, real = int(inputs.batch.samples[0]), inputs.batch.count
@@ -181,11 +198,6 @@ class TorchDataset:
         inputs.begin()
         self._engine.train_step(self.source, inputs, learning_rate, seed)
 
-    def draws(self, inputs: Step) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        samples = inputs.batch.samples[: inputs.batch.count]
-        rows = self.source.transforms_of(self._engine.accelerator.put(samples))
-        return samples, {name: values.cpu().numpy() for name, values in rows.items()}
-
     @torch.no_grad()
     def evaluate(
         self,
@@ -215,7 +227,7 @@ class TorchDataset:
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
-            batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
+            batches = [self._batches(source) for source in sources]
             for inputs, *others in zip(*batches, strict=True):
                 read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
                 with engine.accelerator.autocast():
@@ -230,10 +242,9 @@ class TorchDataset:
         engine, (results, run) = self._engine, self._recorded
         engine.synchronise_buffers()
         results.clear()
-        batches, is_one_less = self._own_batches(len(self.samples))
-        steps = self._plain.stream(self._steps(batches, is_training=False), engine.accelerator, is_training=False)
+        steps = self._steps(self._own_batches(len(self.samples)), is_training=False)
         with engine.evaluation_network():
-            for step in self._checked(steps, is_one_less):
+            for step in self._checked(self._plain.stream(steps, engine.accelerator, is_training=False)):
                 step.begin()
                 run(self._plain, step)
         return results.evaluation(self.samples.labels)
@@ -266,10 +277,9 @@ class TorchDataset:
 
         return [self._plain, self._mirrored._plain], mean_of_both
 
-    def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
-        """Yield this rank's evaluation batches; `equally_many` on every rank, with empty ones at the end."""
+    def _batches(self, source: DeviceImages) -> Iterator[DeviceBatch]:
+        """Yield this rank's evaluation batches."""
         put = self._engine.accelerator.put
-        batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
         inputs = (
             DeviceBatch(
                 batch=batch,
@@ -279,30 +289,26 @@ class TorchDataset:
                 weights=put(batch.weights),
                 total_weight=put(batch.weights.sum(keepdims=True)),
             )
-            for batch in batches
+            for batch in self._own_batches(len(source.samples))
         )
-        streamed = source.stream(inputs, self._engine.accelerator, is_training=False)
-        return self._checked(streamed, is_one_less)
+        return self._checked(source.stream(inputs, self._engine.accelerator, is_training=False))
 
-    def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
-        """Return this rank's evaluation batches, and whether other ranks have one more."""
+    def _own_batches(self, count: int) -> list[Batch]:
+        """Return this rank's evaluation batches, as many as every rank has: the last may be empty."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
         size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
         batches = list(evaluation_batches(count, size))
-        own = batches[world.rank :: world.size]
-        if equally_many and len(own) < -(-len(batches) // world.size):
-            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        return own, len(own) < -(-len(batches) // world.size)
+        empty = Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0)
+        return (batches + [empty] * (-len(batches) % world.size))[world.rank :: world.size]
 
-    def _checked(self, inputs: Iterable[Streamed], is_one_less: bool) -> Iterator[Streamed]:
+    def _checked(self, inputs: Iterable[Streamed]) -> Iterator[Streamed]:
+        """Yield the inputs of every rank's next evaluation step, unless one of them was told to stop."""
         world = self._engine.world
         for one in inputs:
             world.control.check_stop()
             yield one
             world.watch.keep_alive()
-        if is_one_less:
-            world.control.check_stop()  # as often on every rank
 
 
 class _Results:
@@ -354,14 +360,8 @@ class _Rows:
         self._table[rows] = values
 
     def gather(self) -> np.ndarray | None:
-        """Return the rows of all ranks, [N, ...] in the order of the split; None if the first rank has none."""
-        table, world = self._table, self._world
-        found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
-        if found is None:
-            return None
-        if table is None:
-            table = torch.zeros(found[0], dtype=found[1], device=world.device)
-        return world.all_reduce(table).cpu().numpy()
+        """Return the rows of all ranks, [N, ...] in the order of the split; None if there are none."""
+        return None if self._table is None else self._world.all_reduce(self._table).cpu().numpy()
 
 
 def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
@@ -369,25 +369,3 @@ def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
     for name, table in transforms.items():
         new = torch.from_numpy(table)
         source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
-
-
-def collect_features(
-    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
-) -> torch.Tensor | np.ndarray:
-    """Gather the output of a prefix for a whole split, [count, ...], on all ranks.
-
-    `outputs` are this rank's, [B, C, ...] each, of every `world.size`-th batch; the same number on each rank.
-    """
-    features: Any = None
-    start = 0
-    for output in outputs:
-        # In channels_last order, as the convolutions read them.
-        for rows in world.all_gather(output.movedim(1, -1)):
-            if features is None:
-                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
-            rows = rows[: max(0, count - start)]
-            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
-            features[start : start + len(rows)] = kept
-            start += len(rows)
-    assert features is not None
-    return features

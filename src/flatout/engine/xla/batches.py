@@ -212,13 +212,6 @@ class XlaDataset:
         if step == len(group.batches) - 1:
             self.flush()
 
-    def draws(self, inputs: tuple[HostBatches, int]) -> tuple[np.ndarray, Transforms]:
-        """See `DeviceDataset.draws`."""
-        group, step = inputs
-        batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
-        samples = batch.samples[own.start : min(own.stop, batch.count)]
-        return samples, {name: table[samples] for name, table in (self._transforms or {}).items()}
-
     def flush(self) -> None:
         """Enqueue the waiting steps: in one program if they fill a dispatch, else one by one."""
         pending, self._pending = self._pending, []
