@@ -33,7 +33,6 @@ from tests.engine.test_against_plain_loop import (
     make_recipe,
     make_samples,
 )
-from tests.engine.test_tape import differences
 
 DECAYED = {"optimizer.layer_decay": 0.5, "optimizer.lr": 0.05, "optimizer.weight_decay": 0.01}
 
@@ -188,12 +187,3 @@ def test_they_are_not_sharded() -> None:
     assert set(on_ranks(2, refused)) == {
         "optimizer.name = 'timm:lamb' is not available with shard = 'full'; use sgd, momentum, adagrad, adam, adamw"
     }
-
-
-@pytest.mark.parametrize("name", ["NAdam", "RMSprop"])
-def test_capturable_classes_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The branch of a GPU; for CPUs they have another, which refuses to be recorded.
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    recipe = library_recipe(f"torch:{name}", layer_decay=0.5).override({"epochs": 3, "schedule.name": "cosine"})
-    recipe = recipe.override({"batch_size": 8})
-    assert differences(recipe, lambda: make_net(classes=4)) == []
