@@ -6,7 +6,6 @@ import pytest
 
 from flatout.config.jobs import builtin_jobs
 from tests.cuda_mock import device
-from tests.cuda_mock.build import CannotBuild, build
 from tests.engine.recorded import CASES
 
 RECORDED = "the whole step runs as one CUDA graph"
@@ -42,12 +41,7 @@ TIMM = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def mock() -> None:
-    try:
-        build()
-    except CannotBuild as error:
-        pytest.skip(f"the stand-in for a GPU {error}")
+pytestmark = pytest.mark.usefixtures("mock")
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:

@@ -34,15 +34,9 @@ _SERVER.set_forkserver_preload(
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
-    """Call function(world, *args) on each rank, with one thread; return all answers, in the order of the ranks.
+    """Call function(world, *args) on each rank, with one thread; return all answers, and raise what a rank raises.
 
-    What a rank raises is raised here.
-
-    Args:
-        size: ranks; one is this process.
-        function: of a module that can be imported.
-        args: its arguments.
-        backend: what adds the ranks' numbers up: the memory of one host, or what works between hosts too.
+    The function is of a module that can be imported. One rank is this process.
     """
     if size == 1:
         return [function(World(), *args)]
@@ -52,9 +46,6 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backe
 def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
     """As `on_ranks`, for ranks that do not wait for each other at the end."""
     return _run(size, _answer, function, args, backend)
-
-
-# --- the process that asks --------------------------------------------------------------------------------------------
 
 
 def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: Backend):
@@ -74,7 +65,6 @@ def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args
 
 
 def _start(stack: contextlib.ExitStack, variables: dict[str, str], asked: bytes) -> Connection:
-    """Start a rank, which ends with the stack; return where its answer arrives."""
     receiver, sender = _SERVER.Pipe(duplex=False)
     stack.callback(receiver.close)
     with sender:
@@ -109,9 +99,6 @@ def _collect(connections: list[Connection]) -> list[Any]:
     if lost:
         raise lost[0]
     return [answers[rank] for rank in range(len(connections))]
-
-
-# --- a rank -----------------------------------------------------------------------------------------------------------
 
 
 def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> None:
