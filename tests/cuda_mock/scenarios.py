@@ -22,7 +22,7 @@ from flatout.distributed.environment import launched
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.torch import step
+from flatout.engine.torch import batches
 from flatout.engine.torch.accelerator import CUDA
 from flatout.engine.torch.batches import Step
 from flatout.engine.torch.dataset import TorchDataset
@@ -69,9 +69,9 @@ def measure(net: nn.Module, recipe: Recipe, *, world: World | None = None, class
         images = np.zeros((count, *recipe.stored_sides, recipe.channels), np.uint8)
         split = engine.place(Split(images=images, rows=np.arange(count), labels=np.arange(count) % classes))
         split.begin_epoch(0)
-        batches = itertools.cycle(epoch_batches(recipe, split.samples, 0))
-        inputs = iter(enumerate(split.feed(itertools.islice(batches, step.EAGER_STEPS + 1 + STEPS))))
-        _train(split, itertools.islice(inputs, step.EAGER_STEPS + 1))
+        epochs = itertools.cycle(epoch_batches(recipe, split.samples, 0))
+        inputs = iter(enumerate(split.feed(itertools.islice(epochs, batches.EAGER_STEPS + 1 + STEPS))))
+        _train(split, itertools.islice(inputs, batches.EAGER_STEPS + 1))
         start = device.counters()
         device.reset_counters()
         _train(split, inputs)
@@ -256,7 +256,7 @@ def _state(net: nn.Module, recipe: Recipe, *, count: int = COUNT, world: World |
 
 
 def _eager() -> Any:
-    return mock.patch.object(step, "EAGER_STEPS", 1 << 30)
+    return mock.patch.object(batches, "EAGER_STEPS", 1 << 30)
 
 
 def _different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
@@ -314,7 +314,9 @@ def planted_numbers() -> dict[str, Any]:
     """Return which tensors differ where a Python number of the batch or the learning rate is recorded."""
     build, found = optim.build, {}
     constants = mock.patch.object(Step, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
-    rate = mock.patch.object(optim, "build", lambda *args, capturable: build(*args, capturable=False))
+    rate = mock.patch.object(
+        optim, "build", lambda *args, capturable, **options: build(*args, capturable=False, **options)
+    )
     for name, planted in {"constants": constants, "rate": rate}.items():
         with planted:
             found[name] = _compare(norm_net, net_recipe(**EXACT))["different"]

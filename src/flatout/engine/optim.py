@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.config import Optimizer
+from flatout.config import OPTIMIZERS, Optimizer
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError, first_line
 
@@ -35,6 +35,7 @@ def build(
     scales: Mapping[str, float] | None = None,
     *,
     capturable: bool,
+    is_sharded: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer of a recipe's section, fused if torch supports that.
 
@@ -44,6 +45,9 @@ def build(
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
             device, so that it can change.
     """
+    if is_sharded and optimizer.is_of_library:  # may compute with whole parameters
+        known = ", ".join(OPTIMIZERS)
+        raise InputError(f"optimizer.name = {optimizer.name!r} is not available with shard = 'full'; use {known}")
     device = next(iter(parameters.values())).device
     grouped: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -54,6 +58,8 @@ def build(
     options: dict[str, Any] = {}
     if optimizer.is_of_library:
         options = {"capturable": True, "foreach": True} if capturable else {}
+    elif is_sharded and not optimizer.name.startswith("adam"):  # of the fused ones, only Adam takes shards
+        options["foreach"] = True
     else:
         options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
         options |= {"capturable": capturable} if optimizer.name in ("adam", "adamw") else {}

@@ -1,10 +1,11 @@
-"""The placement of a split for the torch engine, and the transfer of its batches to the device.
+"""A split for the torch engine: its placement, the transfer of its batches to the device, and recorded steps.
 
 Shape letters: N samples of the split, B samples of this rank in a batch, S steps, K outputs.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -14,11 +15,15 @@ import torch
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer, placement
 from flatout.tasks import Task
+from flatout.utils.errors import RankLost, causes, first_line
 
 # Batches that are read ahead from memory or disk.
 READ_AHEAD = 3
 # Steps whose inputs are copied to the device at once.
 TABLE_STEPS = 64
+# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithms, optimizer state) must be finished before the
+# capture.
+EAGER_STEPS = 3
 
 
 @dataclass(kw_only=True, eq=False)
@@ -179,3 +184,76 @@ def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, 
         rows = np.arange(len(samples))
         samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
     return DeviceImages(samples=samples, images=images, targets=targets)
+
+
+class CapturedStep:
+    """Runs a step eagerly a few times, then captures it as a graph and replays it.
+
+    The step reads its inputs from tensors that stay in place. Its Python numbers become constants of a graph, so steps
+    with other numbers (the short last batch) have their own. If a capture fails, all steps run eagerly from then on.
+    `forget_gradients` sets every gradient to None, so that the backward pass allocates new ones.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[DeviceImages, Step], None],
+        forget_gradients: Callable[[], None],
+        accelerator: Accelerator,
+        report: Callable[[str], None],
+    ) -> None:
+        self._step, self._forget_gradients = step, forget_gradients
+        self._accelerator, self._report = accelerator, report
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        # By the constants of the step: the graph, and the step whose streamed images it reads.
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.is_off = False
+        self._source: DeviceImages | None = None
+
+    def __call__(self, source: DeviceImages, inputs: Step) -> None:
+        constants = inputs.constants
+        if source is not self._source:
+            self.release()
+            self._source = source
+        if constants not in self._graphs and not self.is_off:
+            # After the first graph, everything is initialised.
+            seen, wanted = self._seen[constants], 1 if self._graphs else EAGER_STEPS
+            if seen == wanted - 1:
+                self._accelerator.reset_peak()
+            if seen >= wanted:
+                self._record(source, inputs)
+        if constants in self._graphs:
+            graph, static = self._graphs[constants]
+            static.copy_images(inputs)
+            graph.replay()
+            return
+        self._seen[constants] += 1
+        self._forget_gradients()
+        self._step(source, inputs)
+
+    def _record(self, source: DeviceImages, inputs: Step) -> None:
+        self._forget_gradients()
+        static = inputs.with_own_images()
+        try:
+            if not self._accelerator.has_room_for_graph():
+                raise RuntimeError("too little memory for a graph beside eager steps")
+            graph = self._accelerator.capture(lambda: self._step(source, static))
+        except (RuntimeError, RankLost) as error:
+            # The end of the failed capture raises an error, too; a collective in it seems to have lost its peers.
+            self.refuse(causes(error)[-1])
+            return
+        if not self._graphs:
+            self._report("the whole step runs as one CUDA graph")
+        self._graphs[inputs.constants] = graph, static
+
+    def refuse(self, reason: BaseException | str) -> None:
+        """Run all steps eagerly from here on."""
+        self.is_off = True
+        text = first_line(reason) if isinstance(reason, BaseException) else reason
+        self._report(f"the step runs without a CUDA graph: {text}")
+
+    def release(self) -> None:
+        """Free the graphs, so that their communicator can be closed; later steps are captured again."""
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._seen.clear()

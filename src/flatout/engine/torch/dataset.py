@@ -14,8 +14,7 @@ from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_bat
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import allocate
-from flatout.engine.torch.batches import TABLE_STEPS, DeviceBatch, DeviceImages, Step, StepTable, Streamed
-from flatout.engine.torch.step import CapturedStep
+from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable, Streamed
 from flatout.models.features import FrozenClassifier, caught
 from flatout.models.heads import FeatureNetwork, Head
 

@@ -4,6 +4,7 @@ A training step never waits for the device, so it can be captured as a CUDA grap
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +21,16 @@ from flatout.engine import augment, optim, pixels
 from flatout.engine.base import Counts
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
-from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
+from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
+from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import WeightAverage
-from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
-from flatout.utils.errors import TrainingFailed, is_out_of_memory
+from flatout.utils.errors import InputError, TrainingFailed, is_out_of_memory
 
 # Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
 COPIES_OF_WEIGHTS = 3
@@ -42,6 +42,124 @@ class Snapshot:
 
     tensors: dict[str, torch.Tensor]
     weights_only: bool
+
+
+class NetworkInput:
+    """Computes the input of the network on one device; behind a `cut`, the images are the frozen prefix's output."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        cut: Cut | None,
+        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        self._recipe, self._cut, self._batch_transforms = recipe, cut, batch_transforms
+        mean, std = (torch.tensor(v, device=device) for v in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self._normalisation = 1 / (255 * std), -mean / std
+
+    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return stored images [B, H, W, C] as model input [B, C, H, W], augmented if there are transforms."""
+        size = self._recipe.eval_sides if transforms is None else self._recipe.image_sides
+        return augment.apply(images, transforms, *self._normalisation, size)
+
+    def of(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the input of the network, [B, C, ...]: `normalised` images, or the output of the prefix."""
+        return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
+
+    def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+        rows = source.transforms_of(inputs.samples)
+        images = self.of(source.images_of(inputs), rows)
+        if inputs.partners is not None:
+            partner_rows = source.transforms_of(inputs.partners)
+            partners = self.of(source.images_of(inputs, of_partners=True), partner_rows)
+            images = augment.mix(images, partners, rows["mix"])
+        for transform in self._batch_transforms:
+            shape, images = images.shape, transform(images)
+            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            if found != tuple(shape):
+                name = getattr(transform, "__name__", type(transform).__name__)
+                raise InputError(f"batch_transforms: {name} returned {found} for {tuple(shape)}")
+        return images
+
+
+class Losses:
+    """Computes losses on one device: by the user's `own` function of logits and targets, or else by the task."""
+
+    def __init__(
+        self, own: Callable[..., torch.Tensor] | None, class_weights: np.ndarray | None, device: torch.device
+    ) -> None:
+        if isinstance(own, nn.Module):
+            own = copy.deepcopy(own).to(device)
+            if "reduction" in vars(own):
+                vars(own)["reduction"] = "none"  # torch's loss modules return the mean over the batch
+        self._own = own
+        self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
+
+    def of(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the loss of each sample, float32 [B]."""
+        if self._own is None:
+            return task.per_sample(logits, targets, class_weights)
+        losses = self._own(logits.float(), targets)
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        if shape != (len(logits),):
+            raise InputError(
+                f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
+                "losses do with reduction='none'"
+            )
+        return losses
+
+    def of_batch(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
+    ) -> torch.Tensor:
+        """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
+
+        def losses_of(targets: torch.Tensor) -> torch.Tensor:
+            return self.of(task, logits, targets, self._class_weights)
+
+        if inputs.partners is None:
+            return losses_of(targets)
+        share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
+        return task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
+
+
+# The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
+SUMS = 4
+
+
+class MetricSums:
+    """Sums on the device since they were last fetched; adding to them never waits."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        device = accelerator.device
+        self._sums = torch.zeros(SUMS - 1, dtype=accelerator.wide_float, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def begin_epoch(self) -> None:
+        """Count steps from 0 again."""
+        self._step.zero_()
+        self._first_bad_step.fill_(-1)
+
+    def add(self, sums: torch.Tensor) -> None:
+        self._sums += sums[: SUMS - 1]
+        self._count += sums[SUMS - 1].long()
+        is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
+        self._first_bad_step.copy_(torch.where(is_first_bad, self._step, self._first_bad_step))
+        self._step += 1
+
+    def fetch(self) -> tuple[Counts, int | None]:
+        """See `Engine.counts`."""
+        loss_sum, weight_sum, metric_sum = self._sums.tolist()
+        count, bad = int(self._count), int(self._first_bad_step)
+        self._sums.zero_()
+        self._count.zero_()
+        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, metric_sum=metric_sum, count=count)
+        return result, bad if bad >= 0 else None
 
 
 class TorchEngine:
@@ -100,18 +218,18 @@ class TorchEngine:
         normalised = world if recipe.norm == "global" else ALONE
         self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
-        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
         self._gradients = Gradients()
         if self.is_sharded:
-            from flatout.engine.torch.fsdp import FSDPGradients, build_optimizer
+            from flatout.engine.torch.fsdp import FSDPGradients
 
             self._gradients = FSDPGradients(self.model, world)
-            self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
-        else:
-            if world.is_joined:
-                trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
-                self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
-            self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
+        elif world.is_joined:
+            trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
+            self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
+        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        self._optimizer = optim.build(
+            recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
+        )
         self._update = optim.plain_step(self._optimizer)
         self._average = None
         if recipe.ema:

@@ -4,8 +4,6 @@ All ranks must call the model equally often; one without samples calls it with a
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3); Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flatout.config import OPTIMIZERS, Optimizer
 from flatout.distributed.world import World
-from flatout.engine import optim
 from flatout.engine.torch.gradients import Gradients
 from flatout.utils.errors import InputError
 
@@ -99,17 +95,3 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 def _count(module: nn.Module, *, recurse: bool = True) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse))
-
-
-def build_optimizer(
-    section: Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
-) -> torch.optim.Optimizer:
-    """Return the torch optimizer for shards: fused for Adam (only Adam supports them), else foreach."""
-    if section.is_of_library:  # may compute with whole parameters
-        known = ", ".join(OPTIMIZERS)
-        raise InputError(f"optimizer.name = {section.name!r} is not available with shard = 'full'; use {known}")
-    optimizer = optim.build(section, parameters, scales, capturable=False)
-    if not isinstance(optimizer, torch.optim.Adam):
-        for group in optimizer.param_groups:
-            group["fused"], group["foreach"] = False, True
-    return optimizer
