@@ -109,9 +109,6 @@ class Accelerator:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.has_memory else tensor
 
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return self.pinned(array).to(self.device, non_blocking=self.has_memory)
-
     def free_bytes(self) -> int:
         if not self.has_memory:
             return available_memory()

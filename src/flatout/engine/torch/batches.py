@@ -7,7 +7,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -121,9 +120,6 @@ class Step(_Share):
         return {name: images for name, images in found.items() if images is not None}
 
 
-Streamed = TypeVar("Streamed", DeviceBatch, Step)
-
-
 @dataclass(kw_only=True, eq=False)
 class DeviceImages:
     """The input of a model's trained part for a split: images, or the output of its frozen prefix."""
@@ -146,10 +142,10 @@ class DeviceImages:
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool) -> Iterator[Streamed]:
-        """Add prefetched images to batches, in training also their partners; nothing if they are on the device."""
+    def stream(self, steps: Iterable[Step], accelerator: Accelerator, *, is_training: bool) -> Iterator[Step]:
+        """Add prefetched images to steps, in training also their partners; nothing if they are on the device."""
         if self.images is not None:
-            yield from batches
+            yield from steps
             return
         shape = self.samples.images.shape[1:]
         dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
@@ -162,16 +158,16 @@ class DeviceImages:
             self.samples.read(positions, images.tensor.numpy())
             return images
 
-        def read(inputs: Streamed) -> tuple[Streamed, HostBuffer, HostBuffer | None]:
-            samples = inputs.batch.samples
-            return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
+        def read(step: Step) -> tuple[Step, HostBuffer, HostBuffer | None]:
+            samples = step.batch.samples
+            return step, images_at(samples), None if partners is None else images_at(partners[samples])
 
-        for inputs, images, others in prefetch(read, batches, READ_AHEAD):
+        for step, images, others in prefetch(read, steps, READ_AHEAD):
             with contextlib.ExitStack() as stack:
-                inputs.images = stack.enter_context(images.on_device())
+                step.images = stack.enter_context(images.on_device())
                 if others is not None:
-                    inputs.partner_images = stack.enter_context(others.on_device())
-                yield inputs
+                    step.partner_images = stack.enter_context(others.on_device())
+                yield step
 
 
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:

@@ -14,7 +14,7 @@ from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_bat
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import allocate
-from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable, Streamed
+from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
 from flatout.models.features import FrozenClassifier, caught
 from flatout.models.heads import FeatureNetwork, Head
 
@@ -226,12 +226,12 @@ class TorchDataset:
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
-            batches = [self._batches(source) for source in sources]
-            for inputs, *others in zip(*batches, strict=True):
-                read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
+            batches = [dataset._batches(source) for dataset, source in sources]
+            for each in zip(*batches, strict=True):
+                read = [source.images_of(inputs) for (_, source), inputs in zip(sources, each, strict=True)]
                 with engine.accelerator.autocast():
                     logits = logits_of(network, *read)
-                rows = results.add(logits, sources[0], inputs)
+                rows = results.add(logits, sources[0][1], each[0])
                 if features and keep_features and (found := features.take()) is not None:
                     kept = keep_features(found[: len(rows)].cpu().numpy())
                     results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
@@ -241,10 +241,8 @@ class TorchDataset:
         engine, (results, run) = self._engine, self._recorded
         engine.synchronise_buffers()
         results.clear()
-        steps = self._steps(self._own_batches(len(self.samples)), is_training=False)
         with engine.evaluation_network():
-            for step in self._checked(self._plain.stream(steps, engine.accelerator, is_training=False)):
-                step.begin()
+            for step in self._evaluation_steps(self._plain):
                 run(self._plain, step)
         return results.evaluation(self.samples.labels)
 
@@ -262,51 +260,40 @@ class TorchDataset:
 
         return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
-    def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
+    def _evaluated(self, *, tta: bool) -> tuple[list[tuple["TorchDataset", DeviceImages]], Callable[..., torch.Tensor]]:
         """Return what an evaluation reads, and a function (network, batch of each) -> logits."""
         engine = self._engine
         if not tta:
-            return [self._plain], lambda network, images: network(engine.input.of(images))
+            return [(self, self._plain)], lambda network, images: network(engine.input.of(images))
         if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
             # The frozen prefix's output for shifted images is not cached.
-            return [self._images], engine.view_logits
+            return [(self, self._images)], engine.view_logits
 
         def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [self._plain, self._mirrored._plain], mean_of_both
+        return [(self, self._plain), (self._mirrored, self._mirrored._plain)], mean_of_both
 
     def _batches(self, source: DeviceImages) -> Iterator[DeviceBatch]:
         """Yield this rank's evaluation batches."""
-        put = self._engine.accelerator.put
-        inputs = (
-            DeviceBatch(
-                batch=batch,
-                total=batch.count,
-                is_padded=batch.count < len(batch.samples),
-                samples=put(batch.samples),
-                weights=put(batch.weights),
-                total_weight=put(batch.weights.sum(keepdims=True)),
-            )
-            for batch in self._own_batches(len(source.samples))
-        )
-        return self._checked(source.stream(inputs, self._engine.accelerator, is_training=False))
+        for step in self._evaluation_steps(source):
+            inputs = step.read()
+            step.table.advance()
+            yield inputs
 
-    def _own_batches(self, count: int) -> list[Batch]:
-        """Return this rank's evaluation batches, as many as every rank has: the last may be empty."""
+    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
+        """Yield steps that are next in their table, as many on every rank: the last may be empty."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
         size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
-        batches = list(evaluation_batches(count, size))
+        batches = list(evaluation_batches(len(source.samples), size))
         empty = Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0)
-        return (batches + [empty] * (-len(batches) % world.size))[world.rank :: world.size]
-
-    def _checked(self, inputs: Iterable[Streamed]) -> Iterator[Streamed]:
-        """Yield the inputs of every rank's next evaluation step, unless one of them was told to stop."""
-        world = self._engine.world
-        for one in inputs:
+        own = (batches + [empty] * (-len(batches) % world.size))[world.rank :: world.size]
+        steps = self._steps(own, is_training=False)
+        for step in source.stream(steps, engine.accelerator, is_training=False):
             world.control.check_stop()
-            yield one
+            step.begin()
+            yield step
             world.watch.keep_alive()
 
 
