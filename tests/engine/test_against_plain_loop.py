@@ -47,12 +47,18 @@ def make_recipe(**changes: object) -> Recipe:
 
 
 def engine_weights(
-    net: nn.Module, samples: Split, recipe: Recipe, engine: str = "torch", **options: object
+    net: nn.Module,
+    samples: Split,
+    recipe: Recipe,
+    engine: str = "torch",
+    *,
+    world: World | None = None,
+    **options: object,
 ) -> dict[str, torch.Tensor]:
-    made = make_engine(engine, net, recipe, **options)
+    made = make_engine(engine, net, recipe, world=world, **options)
     placed = made.place(samples)
     placed.compile()
-    run_loop(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(made, world or World(), recipe, {"train": placed}, Progress(), SILENT)
     state = made.state()
     made.close()
     return {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}

@@ -13,7 +13,7 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
-from tests.engine.plain_loop import plain_loop
+from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import (
     SILENT,
@@ -88,9 +88,8 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
     expected = plain_loop(make_net(), samples, recipe).average
     net = make_net()
     net.load_state_dict(expected)
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     with torch.no_grad():
-        right = int((net.eval()(x).argmax(1) == torch.from_numpy(samples.labels)).sum())
+        right = int((net.eval()(normalised(samples, recipe)).argmax(1) == torch.from_numpy(samples.labels)).sum())
 
     first, second = (make_engine(engine, make_net(), recipe) for _ in range(2))
     progress = Progress()

@@ -11,14 +11,10 @@ import torch
 from flatout.data import batches
 from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.world import World
-from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import run_loop
-from flatout.train.progress import Progress
 from flatout.utils import random
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import (
-    SILENT,
     assert_close,
     engine_weights,
     make_net,
@@ -42,11 +38,8 @@ def mapped_samples(file: Path) -> Split:
 
 
 def train_on_rank(world: World, file: Path) -> dict[str, torch.Tensor]:
-    recipe = make_recipe(**BLOCKS)
-    engine = TorchEngine(make_net(), recipe, world=world)
     with small_windows():
-        run_loop(engine, world, recipe, {"train": engine.place(mapped_samples(file))}, Progress(), SILENT)
-    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+        return engine_weights(make_net(), mapped_samples(file), make_recipe(**BLOCKS), world=world)
 
 
 def test_both_engines_and_ranks_equal_a_plain_loop(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
 from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
+from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 
 
@@ -48,9 +49,8 @@ def test_features_are_what_the_head_reads() -> None:
     net, samples = frozen_net(), make_samples()
     (head,) = head_modules(net).values()
     seen: list[torch.Tensor] = []
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     with torch.no_grad(), head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0])):
-        logits = net.eval()(x)
+        logits = net.eval()(normalised(samples, make_recipe()))
     found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True, keep_features=np.array)
     assert found.features is not None
     assert found.logits is not None

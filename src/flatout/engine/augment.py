@@ -125,12 +125,11 @@ def _partners(seed: int, epoch: int, count: int, block: int) -> np.ndarray:
 
 
 def affine_maps(
-    augment: Augment, draws: np.ndarray, flip: np.ndarray, aspect: float = 1.0, stored_aspect: float | None = None
+    augment: Augment, draws: np.ndarray, flip: np.ndarray, aspect: float, stored_aspect: float
 ) -> np.ndarray:
-    """Return float64 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
+    """Return the maps crop · rotate · shear · zoom · mirror, then the shift, float64 [N, 2, 3], from uniform draws.
 
-    The map is crop · rotate · shear · zoom · mirror, followed by the shift. `aspect` is width / height of the result,
-    in whose pixels angles are measured, and `stored_aspect` that of the image, by default the same.
+    `aspect` is width / height of the result, in whose pixels angles are measured, `stored_aspect` that of the image.
     """
     either_way = 2 * draws - 1
     angle = np.deg2rad(augment.rotate) * either_way[:, ROTATE]
@@ -149,7 +148,7 @@ def affine_maps(
     maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
     maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
     if augment.crop:
-        width, height, x, y = crop_boxes(augment.crop, draws, aspect / (stored_aspect or aspect))
+        width, height, x, y = crop_boxes(augment.crop, draws, aspect / stored_aspect)
         maps[:, 0] *= width[:, None]
         maps[:, 1] *= height[:, None]
         maps[:, 0, 2] += x
@@ -158,10 +157,7 @@ def affine_maps(
 
 
 def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> None:
-    """Make maps shift images by whole pixels, uniformly distributed.
-
-    Then nothing is resampled, so training images are as sharp as in evaluation. A shift below a pixel is kept.
-    """
+    """Then nothing is resampled: training images are as sharp as in evaluation. A shift below a pixel is kept."""
     most = np.floor(shift * sides + 1e-6)
     moved = np.floor(draws_N2 * (2 * most + 1)) - most
     maps[:, :, 2] = np.where(most > 0, 2 * moved / sides, maps[:, :, 2])
@@ -173,12 +169,11 @@ def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
     maps[:, 1, 0] *= aspect
 
 
-def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> tuple[np.ndarray, ...]:
+def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float) -> tuple[np.ndarray, ...]:
     """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
 
-    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842); sides are at most those
-    of the image. `aspect` is that of a box, in fractions of the image, that preserves the proportions of its content:
-    in the result, objects become wider or higher by up to 4/3, whatever the shapes of image and result.
+    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842). `aspect` is that of a
+    box, in fractions of the image, that preserves the proportions of its content: they change by up to 4/3.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
     width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect)
@@ -195,7 +190,7 @@ def _sides(
 
 
 def policy_operations(
-    policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0, start: int = 0
+    policy: str, seed: int, epoch: int, count: int, aspect: float, start: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw the operations of a policy: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
@@ -232,7 +227,7 @@ def policy_operations(
     return maps, colors
 
 
-def erase_boxes(draws: np.ndarray, aspect: float = 1.0) -> np.ndarray:
+def erase_boxes(draws: np.ndarray, aspect: float) -> np.ndarray:
     """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio in pixels, two for the position."""
     low, high = ERASE_AREAS
     width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS, 1 / aspect)

@@ -1,5 +1,6 @@
 """Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine."""
 
+import platform
 import re
 import warnings
 from collections.abc import Sequence
@@ -84,9 +85,7 @@ def available() -> dict[str, int]:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this host: processor, cores, memory, GPUs, system."""
-    import platform
-
+    """Return a description of this host for results."""
     import psutil
     import torch
 

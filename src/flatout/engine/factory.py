@@ -31,15 +31,14 @@ MIN_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes to start: one per device, with the threads of each, and a message for the log, if any."""
+    """The processes to start, one per device."""
 
     devices: Devices
-    threads: int
-    reason: str = ""
+    threads: int  # of each
+    reason: str = ""  # for the log
 
 
-# Measures images per second of training, given a recipe and the number of classes.
-Rate = Callable[[Recipe, int], float]
+Rate = Callable[[Recipe, int], float]  # of a recipe and the number of classes
 
 
 @dataclass(frozen=True, kw_only=True)

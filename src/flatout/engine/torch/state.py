@@ -66,7 +66,7 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: all of it, or its shard."""
+    """Return this rank's part of a tensor."""
     return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
