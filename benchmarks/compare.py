@@ -20,8 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flatout.engine.devices import machine
-from flatout.engine.torch.accelerator import cpu_threads
+from flatout.engine.devices import cpu_threads, machine
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("flatout", "torch", "torchvision", "numpy", "pillow", "simplejpeg")

@@ -29,11 +29,7 @@ class CannotBuild(Exception):
 
 
 def build() -> Path:
-    """Return the library, built unless it is there.
-
-    Raises:
-        CannotBuild: there is no compiler, or torch has no CUDA.
-    """
+    """Return the library, built unless it is there."""
     if sys.platform != "linux" or not all(map(shutil.which, ("g++", "nm"))):
         raise CannotBuild("needs Linux, g++ and nm")
     packages = _site_packages()

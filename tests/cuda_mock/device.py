@@ -24,12 +24,7 @@ SECONDS = 300
 
 
 def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
-    """Return the environment of a process that runs with the mock.
-
-    Args:
-        gpus: devices that it has.
-        lazy: whether work waits until the host synchronises, as behind a slow GPU.
-    """
+    """Return that of a process with the mock; if `lazy`, work waits for synchronisation, as behind a slow GPU."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     library = build()
     own = {"LD_PRELOAD": str(library), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
@@ -39,13 +34,9 @@ def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
 
 
 def run(module: str, name: str, *args: Any, ranks: int = 1, lazy: bool = False) -> Any:
-    """Return what a function of a module returns, called in a process that runs with the mock.
+    """Return what a function of a module, whose last line calls `answer`, returns in a process with the mock.
 
-    Args:
-        module: one whose last line calls `answer`.
-        name: of the function.
-        args: its arguments, and its result, as JSON holds them.
-        ranks: processes that call it, each with a device of its own; the result is then a list.
+    Arguments and result are those that JSON holds. Of several ranks, each with a device of its own, it is a list.
     """
     command = [sys.executable, "-W", "error::UserWarning", "-m", module, name, json.dumps(args)]
     shared = environment(gpus=ranks, lazy=lazy)
@@ -81,19 +72,17 @@ def answer(module: dict[str, Any]) -> None:
 
 
 def preloaded() -> ctypes.CDLL:
-    """Return the mock of this process."""
     library = ctypes.CDLL(None)
     library.mock_counters.restype = ctypes.c_char_p
     return library
 
 
 def counters() -> Counter[str]:
-    """Return how often each kind of call was made, and the bytes of memory that are allocated now."""
+    """How often each kind of call was made, and the bytes of memory that are allocated now."""
     return Counter(json.loads(preloaded().mock_counters()))
 
 
 def reset_counters() -> None:
-    """Count from 0 again."""
     preloaded().mock_reset_counters()
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.engine.schedule import learning_rate
+from tests.engine.recorded import BATCH, CLASSES, net_recipe
 from tests.engine.test_against_plain_loop import make_samples
-from tests.engine.test_tape import BATCH, CLASSES, net_recipe
 
 Optimizer = Callable[[list[nn.Parameter], torch.Tensor], torch.optim.Optimizer]
 

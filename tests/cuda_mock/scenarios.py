@@ -21,33 +21,38 @@ from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.environment import launched
 from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
-from flatout.engine.torch import step
+from flatout.engine import optim
+from flatout.engine.torch import batches
+from flatout.engine.torch.accelerator import CUDA
+from flatout.engine.torch.batches import Step
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import RankLost
 from tests.cuda_mock import device, plain
 from tests.cuda_mock.kernels import Kernels
-from tests.engine.test_against_plain_loop import SILENT, make_samples
-from tests.engine.test_tape import (
+from tests.engine.recorded import (
     BATCH,
     CASES,
     CLASSES,
     COUNT,
+    EXACT,
     Waits,
     job_net,
     job_recipe,
+    net_of,
     net_recipe,
     norm_net,
     plain_net,
 )
+from tests.engine.test_against_plain_loop import SILENT, make_samples
+from tests.engine.test_prefix import frozen_net
 
 GPU = torch.device("cuda:0")
 # Recorded steps whose mean is compared with budgets.
 STEPS = 3
-# Without this, differences between recorded and eager steps would have to be tolerated.
-EXACT = {"precision": "fp32"}
 
 
 # --- what a step does -------------------------------------------------------------------------------------------------
@@ -64,9 +69,9 @@ def measure(net: nn.Module, recipe: Recipe, *, world: World | None = None, class
         images = np.zeros((count, *recipe.stored_sides, recipe.channels), np.uint8)
         split = engine.place(Split(images=images, rows=np.arange(count), labels=np.arange(count) % classes))
         split.begin_epoch(0)
-        batches = itertools.cycle(epoch_batches(recipe, split.samples, 0))
-        inputs = iter(enumerate(split.feed(itertools.islice(batches, step.EAGER_STEPS + 1 + STEPS))))
-        _train(split, itertools.islice(inputs, step.EAGER_STEPS + 1))
+        epochs = itertools.cycle(epoch_batches(recipe, split.samples, 0))
+        inputs = iter(enumerate(split.feed(itertools.islice(epochs, batches.EAGER_STEPS + 1 + STEPS))))
+        _train(split, itertools.islice(inputs, batches.EAGER_STEPS + 1))
         start = device.counters()
         device.reset_counters()
         _train(split, inputs)
@@ -110,9 +115,8 @@ def compiled(model: str, size: int) -> dict[str, Any]:
     return found | {"compiled": measure(net, recipe)}
 
 
-def tape_cases() -> dict[str, Any]:
-    nets = {"micro-batches": plain_net}
-    return {name: measure(nets.get(name, norm_net)(), net_recipe(**changes)) for name, changes in CASES.items()}
+def cases() -> dict[str, Any]:
+    return {name: measure(net_of(name), net_recipe(**changes)) for name, changes in CASES.items()}
 
 
 def timm_models(names: list[str]) -> dict[str, Any]:
@@ -206,9 +210,14 @@ def planted() -> dict[str, Any]:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def recorded_evaluation() -> dict[str, Any]:
+def recorded_evaluations() -> dict[str, Any]:
+    changes: dict[str, dict[str, Any]] = {"plain": {}, "averaged": {"ema": 0.9}, "streamed": CASES["streamed images"]}
+    return {name: recorded_evaluation(net_recipe(**EXACT, **changed)) for name, changed in changes.items()}
+
+
+def recorded_evaluation(recipe: Recipe) -> dict[str, Any]:
     """Return what the third evaluation during training does, and its metrics beside those of the CPU."""
-    recipe, samples = net_recipe(**EXACT), make_samples(3 * BATCH + 3, classes=CLASSES)
+    samples = make_samples(3 * BATCH + 3, classes=CLASSES)
     found: dict[str, Any] = {"batches": 4}
     for name, where, kernels in (("gpu", GPU, Kernels()), ("cpu", torch.device("cpu"), contextlib.nullcontext())):
         with kernels:
@@ -236,7 +245,10 @@ def _state(net: nn.Module, recipe: Recipe, *, count: int = COUNT, world: World |
     with Kernels():
         engine = TorchEngine(net, recipe, world=world, report=notes.append, **options)
         try:
-            split = engine.place(make_samples(count, recipe.image_sides[0], recipe.channels, CLASSES))
+            samples = make_samples(count, recipe.image_sides[0], recipe.channels, CLASSES)
+            if recipe.loss == "binary-cross-entropy":
+                samples.labels[:] %= 2
+            split = engine.place(samples)
             run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
             return engine.state(), notes
         finally:
@@ -244,7 +256,7 @@ def _state(net: nn.Module, recipe: Recipe, *, count: int = COUNT, world: World |
 
 
 def _eager() -> Any:
-    return mock.patch.object(step, "EAGER_STEPS", 1 << 30)
+    return mock.patch.object(batches, "EAGER_STEPS", 1 << 30)
 
 
 def _different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
@@ -271,17 +283,62 @@ def numbers() -> dict[str, Any]:
     return found
 
 
-def recorded_numbers(names: list[str]) -> dict[str, Any]:
-    """Return which tensors differ between recorded and eager steps, for cases of the tape."""
-    nets = {"micro-batches": plain_net}
-    found = {name: _compare(nets.get(name, norm_net), net_recipe(**EXACT | CASES[name])) for name in names}
-    return found | {"dropout": _compare(plain_net, net_recipe(**EXACT))}
+def recorded_numbers(jobs: list[str]) -> dict[str, Any]:
+    """Return which tensors differ between recorded and eager steps."""
+    found = {name: _compare(lambda n=name: net_of(n), net_recipe(**EXACT | CASES[name])) for name in CASES}
+    for job in jobs:
+        recipe = job_recipe(job, **EXACT)
+        found[job] = _compare(lambda recipe=recipe: job_net(recipe), recipe)
+    found["a cached prefix"] = _compare(frozen_net, net_recipe(**EXACT))
+    return found | {"dropout": _compare(plain_net, net_recipe(**EXACT)), "recorded anew": recorded_anew()}
+
+
+def recorded_anew() -> dict[str, Any]:
+    """Return the notes, and what differs from eager steps, of an engine with another split and a loaded state."""
+    states, notes = [], list[str]()
+    for how in (contextlib.nullcontext(), _eager()):
+        with Kernels(), how:
+            world, recipe = World(device=GPU), net_recipe(**EXACT, **CASES["momentum"])
+            engine = TorchEngine(norm_net(), recipe, world=world, report=notes.append)
+            for count in (COUNT, COUNT + BATCH):
+                split = engine.place(make_samples(count, classes=CLASSES))
+                run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+                engine.load_state(engine.state())
+                run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+            states.append(engine.state())
+            engine.close()
+    return {"notes": notes, "different": _different(*states)}
+
+
+def planted_numbers() -> dict[str, Any]:
+    """Return which tensors differ where a Python number of the batch or the learning rate is recorded."""
+    build, found = optim.build, {}
+    constants = mock.patch.object(Step, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
+    rate = mock.patch.object(
+        optim, "build", lambda *args, capturable, **options: build(*args, capturable=False, **options)
+    )
+    for name, planted in {"constants": constants, "rate": rate}.items():
+        with planted:
+            found[name] = _compare(norm_net, net_recipe(**EXACT))["different"]
+    return found
 
 
 def failed_capture() -> dict[str, Any]:
-    """Return what an engine does whose capture fails, what differs from eager steps, and whether later ones train."""
-    found = _compare(lambda: nn.Sequential(Waits("item"), plain_net()), net_recipe(**EXACT))
-    return found | {"later": _compare(plain_net, net_recipe(**EXACT))}
+    """Return what engines do whose capture fails, what differs from eager steps, and whether later ones train."""
+
+    def lose(self: CUDA, step: Callable[[], None]) -> None:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+        except RuntimeError as error:
+            raise RankLost("rank 0 lost touch with the others") from error
+
+    recipe = net_recipe(**EXACT)
+    found = {"item": _compare(lambda: nn.Sequential(Waits(), plain_net()), recipe)}
+    with mock.patch.object(CUDA, "capture", lose):
+        found["collective"] = _compare(plain_net, recipe)
+    with mock.patch.object(CUDA, "has_room_for_graph", lambda self: False):
+        found["memory"] = _compare(plain_net, recipe)
+    return found | {"later": _compare(plain_net, recipe)}
 
 
 def streamed() -> dict[str, Any]:
@@ -327,7 +384,13 @@ def _skips_the_sum(bucket: Bucket) -> None:
 def ranks() -> dict[str, Any]:
     """Return what a step of two ranks does, and which tensors of recorded steps differ from eager ones."""
     world = _joined()
-    found: dict[str, Any] = {"numbers": _compare(norm_net, net_recipe(**EXACT), world=world)}
+    recipe = net_recipe(**EXACT)
+    numbers = {
+        "global": _compare(norm_net, recipe, world=world),
+        "per device": _compare(norm_net, recipe.override({"norm": "per-device"}), world=world),
+        "dropout, adam": _compare(plain_net, recipe.override({"optimizer.name": "adam"}), world=world),
+    }
+    found: dict[str, Any] = {"numbers": numbers}
     for norm in ("global", "per-device"):
         found[norm] = measure(norm_net(), net_recipe(norm=norm), world=world)
     with mock.patch.multiple(Bucket, start=_skips_the_sum, finish=lambda bucket: bucket.input):

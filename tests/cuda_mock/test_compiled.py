@@ -11,34 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_mock import device
-from tests.cuda_mock.build import CannotBuild, build
 from tests.cuda_mock.test_steps import RECORDED, check_recorded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mock")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The machine code of a kernel.
-
-    Attributes:
-        architecture: the GPUs for which it is, such as "sm_90a".
-        registers: of a thread, 32 bits each.
-        spilled_bytes: memory of a thread for what its registers cannot hold.
-    """
-
     name: str
-    architecture: str
-    registers: int
-    spilled_bytes: int
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mock() -> None:
-    try:
-        build()
-    except CannotBuild as error:
-        pytest.skip(f"the stand-in for a GPU {error}")
+    architecture: str  # the GPUs for which it is, such as "sm_90a"
+    registers: int  # of a thread, 32 bits each
+    spilled_bytes: int  # memory of a thread for what its registers cannot hold
 
 
 def nvidia_program(name: str) -> Path:

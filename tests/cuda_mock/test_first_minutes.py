@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cuda_mock import device
-from tests.cuda_mock.build import ROOT, CannotBuild
+from tests.cuda_mock.build import ROOT
 from tests.data.test_arrays import write_idx
 
 
@@ -23,18 +23,15 @@ def measure(out: Path, environment: dict[str, str], *options: str) -> tuple[str,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mock")
 def test_each_part_writes_its_figures(tmp_path: Path) -> None:
-    try:
-        environment = device.environment()
-    except CannotBuild as error:
-        pytest.skip(f"the stand-in for a GPU {error}")
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     random = np.random.default_rng(1)
     for before, count in {"train-": 2048, "t10k-": 256}.items():
         images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         write_idx(data, images, (np.arange(count) % 10).astype(np.uint8), before)
-    printed, lines = measure(out, environment, "--rehearse", "--data", f"fashion-mnist={data}")
+    printed, lines = measure(out, device.environment(), "--rehearse", "--data", f"fashion-mnist={data}")
     ended = [line["part"] for line in lines if line["name"] == "part"]
     assert ended == ["machine", "tests", "command", "fashion-step", "resnet50", "fast-cnn", "recovery"]
     wrong = [line for line in lines if "error" in line]

@@ -17,11 +17,11 @@ XLA = (pytest.param("xla 1", marks=pytest.mark.slow), "xla 8")
 ENGINES = ("torch", *XLA)
 
 
-def make_engine(name: str, net: nn.Module, recipe: Recipe, **options: Any) -> Engine:
+def make_engine(name: str, net: nn.Module, recipe: Recipe, *, world: World | None = None, **options: Any) -> Engine:
     """Return an engine by name; `torch` on the CPU, or another torch device such as `cuda`."""
     if not name.startswith("xla"):
         device = torch.device("cpu" if name == "torch" else name)
-        return TorchEngine(net, recipe, world=World(device=device), **options)
+        return TorchEngine(net, recipe, world=world or World(device=device), **options)
     from flatout.engine.xla.devices import find
 
     # JAX can be started once in a process, so with all devices that any test wants.

@@ -4,12 +4,17 @@ import torch
 from torch import nn
 
 
-class FrozenStem(nn.Module):
+class Seeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+
+
+class FrozenStem(Seeded):
     """Its first layers are frozen, so that the engine computes their output once and caches it."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.stem = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2)).requires_grad_(False)
         self.head = nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5))
 
@@ -26,12 +31,11 @@ class FlatFrozenStem(FrozenStem):
         self.head = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
 
 
-class SpareParts(nn.Module):
+class SpareParts(Seeded):
     """Has parameters that no step uses; weight decay must not move them."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.first_spare = nn.Linear(7, 7)
         self.used = nn.Linear(144, 5)
         self.last_spare = nn.Parameter(torch.ones(3))
@@ -40,12 +44,11 @@ class SpareParts(nn.Module):
         return self.used(x.flatten(1))
 
 
-class Chooses(nn.Module):
+class Chooses(Seeded):
     """Uses some parameters only for batches with a certain bright pixel: on some ranks, on all or on none."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.always = nn.Linear(144, 5)
         self.sometimes = nn.Linear(144, 5)
 
@@ -55,12 +58,11 @@ class Chooses(nn.Module):
         return y + self.sometimes(x) if bool((x[:, 0] > 1.7).any()) else y
 
 
-class Shared(nn.Module):
+class Shared(Seeded):
     """Uses one layer three times."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.into, self.again, self.out = nn.Linear(144, 16), nn.Linear(16, 16), nn.Linear(16, 16)
         self.out.weight = self.again.weight
 
@@ -69,24 +71,22 @@ class Shared(nn.Module):
         return self.out(torch.tanh(self.again(torch.tanh(self.again(x)))))[:, :5]
 
 
-class MixedTypes(nn.Module):
+class MixedTypes(Seeded):
     """Single, double, single."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.first, self.second, self.third = nn.Linear(144, 16), nn.Linear(16, 16).double(), nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))).double())).float())
 
 
-class HalfFirst(nn.Module):
+class HalfFirst(Seeded):
     """Its first parameters are too narrow for a sample count or a loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.gain = nn.Parameter(torch.ones(5, dtype=torch.bfloat16), requires_grad=True)
         self.rest = nn.Linear(144, 5)
 
@@ -94,7 +94,7 @@ class HalfFirst(nn.Module):
         return self.rest(x.flatten(1)) + 0 * self.gain.float()
 
 
-class OwnBuffers(nn.Module):
+class OwnBuffers(Seeded):
     """Counts its calls, and has constants of many types."""
 
     calls: torch.Tensor
@@ -104,7 +104,6 @@ class OwnBuffers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.layer = nn.Linear(144, 5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", torch.rand(144) < 0.5)

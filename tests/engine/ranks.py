@@ -48,9 +48,6 @@ def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, back
     return _run(size, _answer, function, args, backend)
 
 
-# --- the process that asks --------------------------------------------------------------------------------------------
-
-
 def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: Backend):
     # As pickled bytes, since torch would send tensors through shared memory of the rank, which ends.
     asked = pickle.dumps((call, function, args, backend))
@@ -98,9 +95,6 @@ def _collect(connections: list[Connection]) -> list[Any]:
     if lost:
         raise lost[0]
     return [answers[rank] for rank in range(len(connections))]
-
-
-# --- a rank -----------------------------------------------------------------------------------------------------------
 
 
 def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> None:

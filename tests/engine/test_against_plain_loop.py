@@ -47,12 +47,18 @@ def make_recipe(**changes: object) -> Recipe:
 
 
 def engine_weights(
-    net: nn.Module, samples: Split, recipe: Recipe, engine: str = "torch", **options: object
+    net: nn.Module,
+    samples: Split,
+    recipe: Recipe,
+    engine: str = "torch",
+    *,
+    world: World | None = None,
+    **options: object,
 ) -> dict[str, torch.Tensor]:
-    made = make_engine(engine, net, recipe, **options)
+    made = make_engine(engine, net, recipe, world=world, **options)
     placed = made.place(samples)
     placed.compile()
-    run_loop(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(made, world or World(), recipe, {"train": placed}, Progress(), SILENT)
     state = made.state()
     made.close()
     return {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
@@ -77,10 +83,10 @@ OPTIMIZERS = {
 }
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float = 2e-5) -> None:
     assert expected.keys() == found.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
 
 
 USUAL = make_recipe(**{"optimizer.lr": 0.05})

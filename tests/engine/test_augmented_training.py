@@ -13,9 +13,17 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
-from tests.engine.plain_loop import plain_loop
+from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import (
+    SILENT,
+    assert_close,
+    engine_weights,
+    make_net,
+    make_recipe,
+    make_samples,
+    small_net,
+)
 
 MIXED = {
     "augment.flip": True,
@@ -33,21 +41,15 @@ def test_equals_a_plain_loop(engine: str) -> None:
     samples, recipe = make_samples(), make_recipe(**MIXED)
     expected = plain_loop(make_net(), samples, recipe).state
     found = engine_weights(make_net(), samples, recipe, engine)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("changes", [{"data.placement": "disk"}, {"norm": "per-device", "micro_batch": 8}])
 def test_streaming_and_micro_batches_mix_the_same(changes: dict[str, Any]) -> None:
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 5))
-    torch.manual_seed(0)
-    start = net.state_dict()
-    weights = []
-    for more in ({}, changes):
-        net.load_state_dict({name: torch.full_like(value, 0.01) for name, value in start.items()})
-        weights.append(engine_weights(net, make_samples(), make_recipe(**MIXED, **more)))
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)
+    first, second = (
+        engine_weights(small_net(), make_samples(), make_recipe(**MIXED, **more)) for more in ({}, changes)
+    )
+    assert_close(second, first, atol=1e-6)
 
 
 class Seen(nn.Module):
@@ -86,9 +88,8 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
     expected = plain_loop(make_net(), samples, recipe).average
     net = make_net()
     net.load_state_dict(expected)
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     with torch.no_grad():
-        right = int((net.eval()(x).argmax(1) == torch.from_numpy(samples.labels)).sum())
+        right = int((net.eval()(normalised(samples, recipe)).argmax(1) == torch.from_numpy(samples.labels)).sum())
 
     first, second = (make_engine(engine, make_net(), recipe) for _ in range(2))
     progress = Progress()

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.distributed.world import World
-from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.step import ReplacedFunctions
+from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
 from tests.engine.ranks import on_ranks
 
 

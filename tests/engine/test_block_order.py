@@ -6,19 +6,21 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from flatout.data import batches
 from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.world import World
-from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import run_loop
-from flatout.train.progress import Progress
 from flatout.utils import random
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import (
+    assert_close,
+    engine_weights,
+    make_net,
+    make_recipe,
+    make_samples,
+)
 
 BLOCKS = {"data.order": "blocks", "data.placement": "disk", "optimizer.lr": 0.05}
 
@@ -30,43 +32,23 @@ def small_windows() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    np.save(tmp_path / "images.npy", make_samples().images)
-    return tmp_path / "images.npy"
-
-
 def mapped_samples(file: Path) -> Split:
     held = make_samples()
     return Split(images=np.load(file, mmap_mode="r"), rows=held.rows, labels=held.labels)
 
 
-def expected(samples: Split) -> dict[str, torch.Tensor]:
-    return plain_loop(make_net(), samples, make_recipe(**BLOCKS)).state
-
-
-@pytest.mark.parametrize("engine", ["torch", "xla 8"])
-def test_equals_a_plain_loop(engine: str, file: Path) -> None:
-    samples, recipe = mapped_samples(file), make_recipe(**BLOCKS)
-    with small_windows():
-        assert sum(len(window) > 0 for batch in epoch_batches(recipe, samples, 0) for window in batch.ahead) == 3
-        found, wanted = engine_weights(make_net(), samples, recipe, engine), expected(samples)
-    for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5)
-
-
 def train_on_rank(world: World, file: Path) -> dict[str, torch.Tensor]:
-    recipe = make_recipe(**BLOCKS)
-    engine = TorchEngine(make_net(), recipe, world=world)
     with small_windows():
-        run_loop(engine, world, recipe, {"train": engine.place(mapped_samples(file))}, Progress(), SILENT)
-    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+        return engine_weights(make_net(), mapped_samples(file), make_recipe(**BLOCKS), world=world)
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_any_number_of_ranks(ranks: int, file: Path) -> None:
-    found = on_ranks(ranks, train_on_rank, file)
+def test_both_engines_and_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
+    file, recipe = tmp_path / "images.npy", make_recipe(**BLOCKS)
+    np.save(file, make_samples().images)
     with small_windows():
-        wanted = expected(mapped_samples(file))
-    for key, value in wanted.items():
-        torch.testing.assert_close(found[0][key], value, rtol=1e-3, atol=2e-5)
+        samples = mapped_samples(file)
+        assert sum(len(window) > 0 for batch in epoch_batches(recipe, samples, 0) for window in batch.ahead) == 3
+        expected = plain_loop(make_net(), samples, recipe).state
+        found = [engine_weights(make_net(), samples, recipe, engine) for engine in ("torch", "xla 8")]
+    for weights in (*found, on_ranks(3, train_on_rank, file)[0]):
+        assert_close(weights, expected)

@@ -1,7 +1,4 @@
-"""The engine on several ranks against a plain torch loop in one process, which is the oracle.
-
-Shape letters: N samples, B batch, C channels, K outputs.
-"""
+"""The engine on several ranks against a plain torch loop in one process, which is the oracle."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,9 +35,6 @@ RTOL, ATOL = 1e-4, 2e-6
 SIZES: dict[str, tuple[int, Backend]] = {"1": (1, "memory"), "2 by gloo": (2, "gloo"), "3": (3, "memory")}
 
 
-# --- cases -----------------------------------------------------------------------------------------------------------
-
-
 usual_sgd = partial(torch.optim.SGD, lr=0.05)
 sgd_with_decay = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
 DECAY: dict[str, Any] = {"optimizer.momentum": 0.9, "optimizer.weight_decay": 0.1}
@@ -57,7 +51,7 @@ class Case:
     recipe: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[..., torch.optim.Optimizer] = usual_sgd
     class_weights: tuple[float, ...] | None = None
-    in_shares: bool = False
+    in_shares: bool = False  # the oracle must compute rank by rank: the net is another function of parts of a batch
     count: int = 70
 
     def full_recipe(self) -> Recipe:
@@ -89,8 +83,6 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a rank has after training: the state, the parameters' own bits, and the epoch's figures."""
-
     state: dict[str, torch.Tensor]
     parameters: list[torch.Tensor]
     loss: float
@@ -166,8 +158,6 @@ def drop(world: World) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """All that a rank has to say, so that ranks need to be started but once."""
-
     trained: dict[str, Trained]
     evaluated: dict[str, tuple[int, int, float, np.ndarray]]
     dropped: list[list[torch.Tensor]]

@@ -9,7 +9,7 @@ from torch import nn
 
 from flatout.utils.errors import InputError, TrainingFailed
 from tests.engine.plain_loop import plain_loop
-from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import assert_close, engine_weights, make_net, make_recipe, make_samples
 
 
 class Greedy(nn.Module):
@@ -46,8 +46,7 @@ def test_micro_batches_are_as_large_as_fits_and_equal_the_plain_loop(limited: No
     # 16 samples do not fit, nor do 8; four micro-batches of 4 do.
     assert net.seen == {4}
     assert any(sentence == "gradient accumulation: 4 micro-batches of up to 4" for sentence in sentences)
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5)
+    assert_close(found, expected)
 
 
 def test_micro_batch_sets_the_size(limited: None) -> None:

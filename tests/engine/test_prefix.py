@@ -12,6 +12,7 @@ from torch.nn import functional
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
 from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
+from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 
 
@@ -48,9 +49,8 @@ def test_features_are_what_the_head_reads() -> None:
     net, samples = frozen_net(), make_samples()
     (head,) = head_modules(net).values()
     seen: list[torch.Tensor] = []
-    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     with torch.no_grad(), head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0])):
-        logits = net.eval()(x)
+        logits = net.eval()(normalised(samples, make_recipe()))
     found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True, keep_features=np.array)
     assert found.features is not None
     assert found.logits is not None
@@ -62,13 +62,9 @@ def test_features_are_what_the_head_reads() -> None:
 
 
 def test_no_cut_with_augmentation_or_nothing_frozen() -> None:
-    net = frozen_net()
-    set_train_mode(net)
-    assert cut_frozen_prefix(net) is not None
-    sentences: list[str] = []
-    TorchEngine(frozen_net(), make_recipe(**{"augment.flip": True}), report=sentences.append)
-    assert sentences == []
-    assert cut_frozen_prefix(make_net().train()) is None
+    assert TorchEngine(frozen_net(), make_recipe()).cut is not None
+    assert TorchEngine(frozen_net(), make_recipe(**{"augment.flip": True})).cut is None
+    assert TorchEngine(make_net(), make_recipe()).cut is None
 
 
 class Branching(nn.Module):
@@ -128,6 +124,3 @@ def test_every_engine_caches_each_view_once(engine: str, views: int) -> None:
     assert (f"for {views} views" if views else "computed once") in " ".join(sentences)
     for name, values in uncached.items():
         np.testing.assert_allclose(cached[name], values, atol=1e-4)
-    without = recipe.override({"augment.flip": False, "augment.shift": 0.0, "augment.views": 0})
-    plain = engine_weights(frozen_net(), make_samples(), without, cache_prefix=False)
-    assert torch.allclose(plain["8.weight"], uncached["8.weight"], atol=1e-6) == (views == 0)

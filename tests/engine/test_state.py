@@ -59,17 +59,10 @@ def snapshots(world: World, shard: str) -> dict[str, object]:
 WANTED = ("moved", "of a snapshot", "weights alone", "restored", "goes on", "loaded", "back at the beginning", "finite")
 
 
-def test_one_rank_goes_back_and_on() -> None:
-    (seen,) = on_ranks(1, snapshots, "none")
-    assert {name: seen[name] for name in WANTED} == dict.fromkeys(WANTED, True)
-    assert not seen["broken"]
-
-
-def test_a_sharded_state_is_whole_on_the_first_rank_alone() -> None:
-    (alone,), ranks = on_ranks(1, snapshots, "none"), on_ranks(2, snapshots, "full")
-    for seen in ranks:
+def test_a_state_goes_back_and_on_and_is_whole_on_the_first_rank_alone() -> None:
+    alone, *ranks = on_ranks(1, snapshots, "none") + on_ranks(2, snapshots, "full")
+    for seen in (alone, *ranks):
         assert {name: seen[name] for name in WANTED} == dict.fromkeys(WANTED, True)
         assert not seen["broken"]
-        assert seen["held"] < 0.7 * alone["held"]
-    assert ranks[0]["names"] == alone["names"]
-    assert ranks[1]["names"] == []
+    assert all(seen["held"] < 0.7 * alone["held"] for seen in ranks)
+    assert [seen["names"] for seen in ranks] == [alone["names"], []]

@@ -10,7 +10,6 @@ import torch
 from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import World
-from flatout.engine.torch.engine import TorchEngine
 from flatout.tasks import task_of
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
@@ -51,10 +50,7 @@ def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dic
     recipe = make_recipe(**changes)
     samples, task, progress = samples_of(recipe), task_of(recipe), Progress()
     weights = task.class_weights(samples.labels, 5) if task.is_balanced else None
-    if engine == "torch":
-        made: Any = TorchEngine(net_of(recipe), recipe, world=world, class_weights=weights)
-    else:
-        made = make_engine(engine, net_of(recipe), recipe, class_weights=weights)
+    made = make_engine(engine, net_of(recipe), recipe, world=world, class_weights=weights)
     placed = made.place(samples)
     placed.compile()
     run_loop(made, world, recipe, {"train": placed}, progress, SILENT)

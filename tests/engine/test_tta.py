@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import flatout
 from flatout.cli.main import main
@@ -16,6 +15,7 @@ from flatout.data.batches import Split
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
 from tests.engine.engines import make_engine
+from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
 from tests.engine.test_prefix import frozen_net
 
@@ -60,8 +60,8 @@ def test_probabilities_are_the_mean_over_the_views(engine: str, flip: bool) -> N
     made.close()
     assert plain is not None
     with torch.no_grad():
-        x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
-        np.testing.assert_allclose(plain, functional.softmax(make_net().eval()(x), 1), atol=1e-5)
+        expected = make_net().eval()(normalised(samples, recipe)).softmax(1)
+    np.testing.assert_allclose(plain, expected, atol=1e-5)
 
 
 def one_logit() -> nn.Module:
@@ -81,10 +81,7 @@ def test_a_single_logit_and_images_that_move_by_two_pixels(engine: str) -> None:
 
 def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
     samples, recipe, net = make_samples(), make_recipe(), frozen_net()
-    engine = TorchEngine(net, recipe)
-    assert engine.cut is not None
-    result = engine.place(samples).evaluate(with_probabilities=True, tta=True)
-    engine.close()
+    result = TorchEngine(net, recipe).place(samples).evaluate(with_probabilities=True, tta=True)
     assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
 
 

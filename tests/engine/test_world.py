@@ -24,7 +24,6 @@ ROUNDS = 7
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return what a rank adds: every rank can tell what the others have."""
     rng = np.random.default_rng([rank, seed, len(shape)])
     values = torch.from_numpy(np.asarray(rng.standard_normal(shape) * 1000))
     return values.to(dtype)
@@ -62,12 +61,9 @@ def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
             bucket.add()
         totals = [bucket.finish() for bucket in buckets]
         rounds.append([total.clone() for total in totals])
-        if world.rank == turn % 2:
-            # Others may be a step ahead by now; what this rank got must not change under it.
-            world.all_reduce(torch.zeros(1))
-            assert all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
-        else:
-            world.all_reduce(torch.zeros(1))
+        # Others may be a step ahead afterwards; what this rank got must not change under it.
+        world.all_reduce(torch.zeros(1))
+        assert world.rank != turn % 2 or all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
     return rounds
 
 
@@ -154,13 +150,10 @@ def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> N
 
 
 def join_as_another(world: World) -> str:
-    """Join where the process group that is initialised has other ranks; return what is refused."""
     found = Launched(rank=world.rank, size=3, local_rank=0, local_size=1, address="127.0.0.1", port=1)
-    try:
+    with pytest.raises(InputError) as caught:
         World(found).join(found)
-    except InputError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
 def test_a_process_group_of_other_ranks_is_refused() -> None:
@@ -168,16 +161,12 @@ def test_a_process_group_of_other_ranks_is_refused() -> None:
     assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
 
 
-def agreed(world: World) -> str:
-    """Compare recipes with other rates; return what is refused."""
-    try:
+def agree_with_another_rate(world: World) -> str:
+    with pytest.raises(InputError) as caught:
         agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), None)  # pyright: ignore[reportArgumentType]
-    except InputError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
 def test_ranks_with_different_recipes_are_told_apart() -> None:
-    said = on_ranks(2, agreed)
-    assert said[0] == said[1]
-    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said[0]
+    first, second = on_ranks(2, agree_with_another_rate)
+    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in first == second

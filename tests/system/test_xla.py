@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same on eight simulated devices."""
     out = tmp_path_factory.mktemp("xla") / "run"
-    said = run(*TRAIN, "--epochs", "2", "--engine", "xla", "--devices", "8xcpu", "--out", str(out), FLATOUT_RECORD="1")
+    said = run(*TRAIN, "--epochs", "2", "--engine", "xla", "--devices", "8xcpu", "--out", str(out))
     assert "8 simulated devices" in said
     assert "each batch of 50 samples is padded to 56" in said
     return out

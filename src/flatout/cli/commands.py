@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.analysis.output import check_free, default_folder, make_folder
+from flatout.analysis import check_free, default_folder, make_folder
 from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, load_recipe, with_settings
 from flatout.config.settings import Size, collapse_size, nearest, parse_setting
 from flatout.distributed.environment import Hosts
@@ -364,8 +364,8 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
-    from flatout.analysis import check_free, make_folder
     from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
+    from flatout.engine.devices import engine_for
     from flatout.engine.factory import speeds_on
 
     check_free(args.out)
@@ -389,7 +389,6 @@ def _check_labels(args: Namespace, console: Console) -> Output:
 )
 def do_look(args: Namespace, console: Console) -> Output:
     """Look at images, counts, sizes, outliers and augmentation before training."""
-    from flatout.analysis import check_free, default_folder
     from flatout.analysis.look import format_look, look_at
 
     check_free(args.out)

@@ -1,8 +1,6 @@
 """Random augmentation: drawn on the host as tables for each epoch, applied on the device.
 
-NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i. Pixel
-operations shared by both engines are in `pixels.py`, except for the resampling.
-Shape letters: N samples, B batch, H height, W width, C channels.
+NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i.
 """
 
 from typing import TYPE_CHECKING
@@ -54,17 +52,14 @@ ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
 
 def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> Transforms | None:
-    """Return the augmentation of each of `count` samples in one epoch; None if nothing is random.
+    """Return the augmentation of each of `count` samples in one epoch, as the tables that the recipe needs, or None.
 
-    Returns:
-        The tables that the recipe needs, of these:
-        flip: uint8 [N], 1 to mirror; if images are not resampled.
-        affine: float32 [N, 2, 3], the map from positions in the result to positions in the image, x and y from -1 to 1.
-        color: float32 [N, 3] or [N, 8], see `pixels.recolor`.
-        erase: float32 [N, 4], a box, see `pixels.inside`.
-        partner: int32 [N], the sample that this one is mixed with.
-        mix: float32 [N, 6]: the partner's share of each pixel, a box of the partner's pixels alone, and its share of
-            the label.
+    flip: uint8 [N], 1 to mirror; if images are not resampled.
+    affine: float32 [N, 2, 3], the map from positions in the result to positions in the image, x and y from -1 to 1.
+    color: float32 [N, 3] or [N, 8], see `pixels.recolor`.
+    erase: float32 [N, 4], a box, see `pixels.inside`.
+    partner: int32 [N], the sample that this one is mixed with.
+    mix: float32 [N, 6]: the partner's share of each pixel, a box of the partner's pixels alone, its share of the label.
     """
     augment = recipe.augment
     if not augment.is_random:
@@ -82,7 +77,7 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> 
 
 
 def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transforms:
-    """Return the tables of `epoch_transforms` for some samples, without the partners."""
+    """Those of samples from `start` on, without the partners."""
     augment, seed = recipe.augment, recipe.seed
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
@@ -122,7 +117,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
 
 
 def _partners(seed: int, epoch: int, count: int, block: int) -> np.ndarray:
-    """Return a random permutation of the samples, int64 [N]; in block order within windows in memory."""
+    """Return a permutation of the samples, int64 [N]; in block order within windows in memory."""
     if not block:
         return permutation(seed, Stream.PARTNER, epoch, count)
     (order, _), (others, _) = (block_permutation(seed, s, epoch, count, block) for s in (Stream.ORDER, Stream.PARTNER))
@@ -130,12 +125,11 @@ def _partners(seed: int, epoch: int, count: int, block: int) -> np.ndarray:
 
 
 def affine_maps(
-    augment: Augment, draws: np.ndarray, flip: np.ndarray, aspect: float = 1.0, stored_aspect: float | None = None
+    augment: Augment, draws: np.ndarray, flip: np.ndarray, aspect: float, stored_aspect: float
 ) -> np.ndarray:
-    """Return float64 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
+    """Return the maps crop · rotate · shear · zoom · mirror, then the shift, float64 [N, 2, 3], from uniform draws.
 
-    The map is crop · rotate · shear · zoom · mirror, followed by the shift. `aspect` is width / height of the result,
-    in whose pixels angles are measured, and `stored_aspect` that of the image, by default the same.
+    `aspect` is width / height of the result, in whose pixels angles are measured, `stored_aspect` that of the image.
     """
     either_way = 2 * draws - 1
     angle = np.deg2rad(augment.rotate) * either_way[:, ROTATE]
@@ -154,7 +148,7 @@ def affine_maps(
     maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
     maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
     if augment.crop:
-        width, height, x, y = crop_boxes(augment.crop, draws, aspect / (stored_aspect or aspect))
+        width, height, x, y = crop_boxes(augment.crop, draws, aspect / stored_aspect)
         maps[:, 0] *= width[:, None]
         maps[:, 1] *= height[:, None]
         maps[:, 0, 2] += x
@@ -163,30 +157,23 @@ def affine_maps(
 
 
 def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> None:
-    """Make maps shift images by whole pixels, uniformly distributed.
-
-    Then nothing is resampled, so training images are as sharp as in evaluation. A shift below a pixel is kept.
-    """
+    """Then nothing is resampled: training images are as sharp as in evaluation. A shift below a pixel is kept."""
     most = np.floor(shift * sides + 1e-6)
     moved = np.floor(draws_N2 * (2 * most + 1)) - most
     maps[:, :, 2] = np.where(most > 0, 2 * moved / sides, maps[:, :, 2])
 
 
 def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
-    """Convert maps of pixels to maps of positions from -1 to 1, for images of width / height `aspect`.
-
-    Otherwise a rotation of an image that is not square would shear it.
-    """
+    """Otherwise a rotation of an image that is not square would shear it."""
     maps[:, 0, 1] /= aspect
     maps[:, 1, 0] *= aspect
 
 
-def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> tuple[np.ndarray, ...]:
+def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float) -> tuple[np.ndarray, ...]:
     """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
 
-    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842); sides are at most those
-    of the image. `aspect` is that of a box, in fractions of the image, that preserves the proportions of its content:
-    in the result, objects become wider or higher by up to 4/3, whatever the shapes of image and result.
+    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842). `aspect` is that of a
+    box, in fractions of the image, that preserves the proportions of its content: they change by up to 4/3.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
     width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect)
@@ -196,21 +183,18 @@ def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> 
 def _sides(
     area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float], middle: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return width and height of rectangles of a given area, as fractions of the image.
-
-    Their ratio is log-uniform in the range `aspects`, times `middle`.
-    """
+    """Return width and height of rectangles, whose ratio is log-uniform in the range `aspects`, times `middle`."""
     low, high = np.log(aspects)
     aspect = np.exp(low + (high - low) * draws) * middle
     return np.minimum(1, np.sqrt(area * aspect)), np.minimum(1, np.sqrt(area / aspect))
 
 
 def policy_operations(
-    policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0, start: int = 0
+    policy: str, seed: int, epoch: int, count: int, aspect: float, start: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw the operations of a policy: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
-    `aspect` is width / height of the images; the samples are those from `start` on.
+    `aspect` is width / height of the images.
     """
     names, strongest = list(POLICY), np.array(list(POLICY.values()))
     maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
@@ -243,11 +227,8 @@ def policy_operations(
     return maps, colors
 
 
-def erase_boxes(draws: np.ndarray, aspect: float = 1.0) -> np.ndarray:
-    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio, two for the position.
-
-    Aspect ratios are measured in pixels of images with width / height `aspect`.
-    """
+def erase_boxes(draws: np.ndarray, aspect: float) -> np.ndarray:
+    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio in pixels, two for the position."""
     low, high = ERASE_AREAS
     width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS, 1 / aspect)
     return _boxes(width, height, draws[:, 2:4])
@@ -272,7 +253,7 @@ def mixtures(augment: Augment, draws: np.ndarray) -> np.ndarray:
 
 
 def _boxes(width: np.ndarray, height: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return top, left, bottom and right, each 0..1, [N, 4], of rectangles at uniform positions [N, 2]."""
+    """Return rectangles at uniform positions [N, 2]; see `pixels.inside`."""
     top, left = (1 - height) * positions[:, 1], (1 - width) * positions[:, 0]
     return np.stack([top, left, top + height, left + width], axis=1)
 
@@ -284,17 +265,15 @@ def apply(
     bias: "torch.Tensor",
     size: tuple[int, int] | None = None,
 ) -> "torch.Tensor":
-    """Normalise a batch and apply its transforms except mixing, on the device of the batch.
+    """Normalise a batch and apply its transforms except mixing; return float32 [B, C, H, W].
+
+    Resampling is bilinear with edge pixels repeated; images that are not resampled are cropped at the centre.
 
     Args:
         images_BHWC: uint8; or uint16, whose pixels are divided by 257 first, to 0..255.
         transforms: the batch's rows of `epoch_transforms`; None for evaluation.
         scale, bias: float32 [C]; a pixel p of 0..255 becomes p * scale + bias.
         size: height and width of the result; None for the images' own.
-
-    Returns:
-        float32 [B, C, H, W], in channels_last order unless they are resampled. Resampling is bilinear with edge pixels
-        repeated. Images that are not resampled are cropped at the centre.
     """
     import torch
     from torch.nn.functional import grid_sample

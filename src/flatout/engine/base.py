@@ -1,38 +1,25 @@
 """The engine protocol: the interface between the training loop and any number of devices."""
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flatout.data.batches import Batch, Split
 from flatout.tasks import Task
 
-if TYPE_CHECKING:
-    from flatout.train.progress import Progress
-
 Keep = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Sums over samples, which are divided once, so that metrics do not depend on batches and ranks.
+    """Sums over samples, which are divided once, so that metrics do not depend on batches and ranks."""
 
-    Attributes:
-        loss_sum: sum of weight times loss.
-        weight_sum: sum of the samples' weights (their number, unless classes are weighted).
-        metric_sum: sum of the task's training metric, such as correct predictions.
-        count: samples without padding.
-    """
-
-    loss_sum: float = 0.0
-    weight_sum: float = 0.0
-    metric_sum: float = 0.0
-    count: int = 0
+    loss_sum: float = 0.0  # of weight times loss
+    weight_sum: float = 0.0  # the number of samples, unless classes are weighted
+    metric_sum: float = 0.0  # of the task's training metric, such as correct predictions
+    count: int = 0  # without padding
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -51,52 +38,17 @@ class Counts:
 NO_COUNTS = Counts()
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """Records the samples of each step and their augmentation, if the environment has FLATOUT_RECORD=1.
-
-    Every rank writes `logs/rank-N.samples.jsonl`, a line per step. The lines of a step, joined in rank order, are the
-    same on any number of devices. Recording waits for the device in every step.
-    """
-
-    path: Path
-    progress: "Progress"  # kept up to date by the training loop
-
-    @classmethod
-    def if_requested(cls, logs: Path, rank: int, progress: "Progress") -> "Recorder | None":
-        """Return the recorder of a rank, or None."""
-        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
-            return None
-        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
-
-    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
-        """Write the line of a step.
-
-        Args:
-            samples: int64 [B], positions in the training split, without padding.
-            transforms: their rows of the tables of `augment.epoch_transforms`, [B, ...] each.
-        """
-        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
-        if transforms:
-            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """The results on all samples of a split, in its order.
 
     Attributes:
-        task: the engine's task.
-        loss_sum: the sum of the losses.
         predicted: see `Task.predicted`: int64 [N], the most probable class, -1 where the logits are not finite; or
             probabilities float32 [N, K]; or numbers float32 [N].
         labels: see `Pack.labels`.
         probabilities: see `Task.probabilities`, float32 [N, K], if requested.
         logits: float32 [N, outputs], if requested.
-        features: the results of `keep_features` on the input of the network's head, [N, ...]; None if unknown or not
-            requested.
+        features: what `keep_features` returned, [N, ...]; None if not requested or unknown.
     """
 
     task: Task
@@ -154,35 +106,24 @@ class DeviceDataset(Protocol):
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """Evaluate the split, optionally over views (`augment.tta_views`), and wait for the result.
+        """Evaluate the split, with `tta` over several views (`augment.tta_views`), and wait for the result.
 
-        `keep_features` is called with the features of each batch, float32 [B, F], and returns what is kept of them, [B,
-        ...], since the features of all images can exceed the size of the images; None keeps nothing.
+        `keep_features` maps the features of each batch, the input of the network's head, float32 [B, F], to what is
+        kept of them, [B, ...]: all features can be larger than the images.
         """
         ...
 
     def features(self) -> np.ndarray | None:
-        """Return the output of the frozen prefix, float32 [N, ...] with channels last, or None.
-
-        All processes call this, and each gets all rows.
-        """
+        """Return the output of the frozen prefix, float32 [N, ...] with channels last, or None, on all processes."""
         ...
 
 
 class Engine(Protocol):
-    """Trains one model on the devices of this process, together with the other processes of its world.
-
-    Attributes:
-        task: the task of the labels.
-        recorder: receives the samples of this process in each step, or None.
-        threads: compute threads of this process.
-        device_names: the devices of this process, under torch's names.
-    """
+    """Trains one model on the devices of this process, together with the other processes of its world."""
 
     task: Task
-    recorder: Recorder | None
-    threads: int
-    device_names: list[str]
+    threads: int  # of this process
+    device_names: list[str]  # of this process, under torch's names
 
     def describe(self) -> list[str]:
         """Return sentences about the devices, threads and number formats in use."""
@@ -193,9 +134,9 @@ class Engine(Protocol):
         ...
 
     def counts(self) -> tuple[Counts, int | None]:
-        """Wait for all steps; return the sums since the last call and the first step of the epoch with a bad loss.
+        """Wait for all steps; return the sums since the last call and the first step with a loss that is not finite.
 
-        Steps count from 0 since `begin_epoch`; None if all losses were finite.
+        Steps count from 0 since `begin_epoch`; None if there is none.
         """
         ...
 
@@ -208,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def snapshot(self, *, weights_only: bool = False) -> Any:
-        """Return a copy of the training state on the devices, or in host memory if it does not fit there."""
+        """Return a copy of the training state, on the devices if it fits."""
         ...
 
     def restore(self, snapshot: Any) -> None:

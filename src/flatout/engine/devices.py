@@ -1,17 +1,16 @@
-"""Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine.
+"""Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine."""
 
-No other module interprets device names.
-"""
-
+import platform
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.distributed.environment import wanted_threads
 from flatout.engine.xla.devices import require, tpu_count
 from flatout.utils.errors import InputError
-from flatout.utils.host import processor_name, usable_cores
+from flatout.utils.host import physical_cores, processor_name, usable_cores
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
@@ -86,9 +85,7 @@ def available() -> dict[str, int]:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this host: processor, cores, memory, GPUs, system."""
-    import platform
-
+    """Return a description of this host for results."""
     import psutil
     import torch
 
@@ -102,12 +99,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def engine_for(spec: str, wanted: str) -> str:
-    """Return the engine for a device SPEC: `torch` or `xla`; `auto` is XLA for TPUs and torch for everything else.
+def cpu_threads(ranks_here: int = 1) -> int:
+    """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
-    Raises:
-        InputError: there is no such engine.
+    Processes are limited to their shares: with more threads than cores, synchronising threads are several times slower.
     """
+    share = max(1, physical_cores() // ranks_here)
+    wanted = wanted_threads() or share
+    return wanted if ranks_here == 1 else min(wanted, share)
+
+
+def engine_for(spec: str, wanted: str) -> str:
+    """Return the engine for a device SPEC: `torch` or `xla`; `auto` is XLA for TPUs and torch for everything else."""
     if wanted not in ("auto", *ENGINES):
         raise InputError(f"--engine {wanted}: known engines: auto, {', '.join(ENGINES)}")
     if wanted != "auto":
@@ -118,11 +121,8 @@ def engine_for(spec: str, wanted: str) -> str:
 def parse_devices(spec: str, engine: str = "torch") -> Devices:
     """Resolve a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) to devices of this host; `auto` is all of the best kind.
 
-    A CPU runs any number of processes; a GPU may be listed twice, which is slow but useful for tests. With the XLA
-    engine, several CPU devices are simulated; JAX is not started.
-
-    Raises:
-        InputError: the SPEC does not parse, or names more devices than there are.
+    A GPU may be listed twice, which is slow but useful for tests. With the XLA engine, several CPU devices are
+    simulated; JAX is not started.
     """
     count, kind, listed = match.groups() if (match := _SPEC.fullmatch(spec.lower())) else (None, "", None)
     kind = "cuda" if kind == "gpu" else kind

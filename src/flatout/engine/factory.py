@@ -9,7 +9,7 @@ from flatout.config import Recipe
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
 from flatout.distributed.launch import launch
 from flatout.engine.base import Engine
-from flatout.engine.devices import Devices, parse_devices
+from flatout.engine.devices import Devices, cpu_threads, parse_devices
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, usable_cores
@@ -31,20 +31,19 @@ MIN_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes to start: one per device, the threads of each, and a message for the log, if any."""
+    """The processes to start, one per device."""
 
     devices: Devices
-    threads: int
-    reason: str = ""
+    threads: int  # of each
+    reason: str = ""  # for the log
 
 
-# Measures images per second of training, given a recipe and the number of classes.
-Rate = Callable[[Recipe, int], float]
+Rate = Callable[[Recipe, int], float]  # of a recipe and the number of classes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measurements on the devices of a run: of training, and of feature extraction before a network's head."""
+    """Measure images per second on the devices of a run: of training, and of the features before a head."""
 
     training: Rate
     features: Callable[[Recipe], float]
@@ -61,19 +60,10 @@ def choose_processes(
 ) -> Processes:
     """Resolve a SPEC to the processes of a job; only `auto` leaves a choice.
 
-    On CPUs that choice is between one process with a thread per core, and one process per core. Processes synchronise
-    only a few times per step, threads after every operation; but threads share larger parts of a batch, and processes
-    take time to start. Which is faster depends on the model, so both are measured.
-
-    Args:
-        build: creates the model, to measure its speed.
-        seconds: the time budget that determines the length of the job, if any.
-
-    Raises:
-        InputError: see `parse_devices`.
+    On CPUs, `auto` is one process with a thread per core, or one process per core: threads synchronise after every
+    operation, processes take time to start and have smaller shares of a batch. Which is faster depends on the model
+    that `build` returns, so both are measured. `seconds` is the time budget, if any.
     """
-    from flatout.engine.torch.accelerator import cpu_threads, multiply_adds
-
     devices = parse_devices(spec, engine)
     if engine == "xla":
         return Processes(devices=devices, threads=physical_cores())
@@ -87,6 +77,8 @@ def choose_processes(
     if devices.kind == "cuda" and count > 1:
         why = f", which the batch of {batch} fills" if most < count else ""
         if seconds is None:
+            from flatout.engine.torch.accelerator import multiply_adds
+
             operations = 6 * multiply_adds(build(), recipe.image_sides, recipe.channels) * work
             needed = max(operations / GPU_OPERATIONS, work / recipe.batch_size * GPU_STEP_SECONDS)
             if needed < GPU_LAUNCH_SECONDS:
@@ -101,7 +93,6 @@ def choose_processes(
 
 def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds: float | None) -> Processes:
     """Choose for `work` images on a CPU, or for `seconds`."""
-    from flatout.engine.torch.accelerator import cpu_threads
     from flatout.engine.torch.measure import seconds_per_image
 
     cores, threads = physical_cores(), cpu_threads()
@@ -111,16 +102,15 @@ def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds
         by_processes = seconds_per_image(model, recipe, ranks=cores) / cores * work
     if seconds is None:
         by_processes += LAUNCH_SECONDS
+        needed = min(by_threads, by_processes)
+        about = f" (about {needed:.0f} s)" if needed < 100 else f" (about {needed / 60:.0f} min)"
     else:
         # The start of processes takes its share of the budget.
         by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
-    needed, about = min(by_threads, by_processes), ""
-    if seconds is None:
-        about = f" (about {needed:.0f} s)" if needed < 100 else f" (about {needed / 60:.0f} min)"
+        about = ""
+    count, using = 1, f"1 process with {threads} threads"
     if by_processes < by_threads:
         count, threads, using = cores, 1, f"{cores} processes, one per core"
-    else:
-        count, using = 1, f"1 process with {threads} threads"
     devices = Devices(kind="cpu", indices=tuple(range(count)))
     return Processes(devices=devices, threads=threads, reason=f"--devices auto: using {using}{about}")
 
@@ -140,7 +130,7 @@ def kept_devices(before: str, engine: str) -> tuple[str, str]:
 
 
 def _most_ranks(devices: Devices, batch: int) -> int:
-    """Return the maximum number of processes for `auto`: GPUs, or cores of the CPU."""
+    """The maximum number of processes for `auto`."""
     if devices.kind == "cuda":
         return max(1, min(len(devices.indices), batch // MIN_SHARE))
     cores = physical_cores()
@@ -149,10 +139,7 @@ def _most_ranks(devices: Devices, batch: int) -> int:
 
 
 def speeds_on(spec: str, engine: str) -> Speeds | None:
-    """Return functions that measure training and feature extraction on the devices of a SPEC.
-
-    None if the ranks are already started, which would distort the speeds, and for XLA, which compiles too long.
-    """
+    """None if the ranks are already started, which would distort the speeds, and for XLA, which compiles too long."""
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
         return None
@@ -197,8 +184,6 @@ def run_on_devices(
 
     Args:
         function, args: they may be defined in `__main__`, such as a notebook.
-        spec, engine: the devices of this host, and their engine.
-        console: shows the output of rank 0's console.
         hosts: the hosts of the run; each calls this. Default: this host only.
         restarts: how often the ranks are restarted after losing one. Default: as often as hosts may be lost.
         hang_timeout: seconds without progress after which one of several ranks is ended.
@@ -206,12 +191,9 @@ def run_on_devices(
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
-        InputError: an argument cannot be pickled; the hosts did not meet.
         TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
             has the last lines of its log.
     """
-    from flatout.engine.torch.accelerator import cpu_threads
-
     call, hosts = (spec, engine, hang_timeout, function, args), hosts or Hosts()
     restarts = hosts.most - hosts.least if restarts is None else restarts
     names = parse_devices(spec, engine).ranks.names
@@ -233,11 +215,7 @@ def _join_and_call(
 
 
 def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
-    """Return the world of the ranks that a launcher has started, or of this process alone.
-
-    Raises:
-        InputError: the devices or the launcher's variables are wrong, or the other ranks are missing.
-    """
+    """Return the world of the ranks that a launcher has started, or of this process alone."""
     import torch
 
     from flatout.distributed.world import World
@@ -259,11 +237,7 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
 
 
 def local_device(spec: str, local_rank: int, local_size: int) -> str:
-    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here.
-
-    Raises:
-        InputError: the number of devices in the SPEC differs from the number of ranks.
-    """
+    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here."""
     devices = parse_devices(spec)
     if spec != "auto" and len(devices.indices) == 1 and ":" not in spec:
         devices = parse_devices(f"{local_size}x{devices.kind}")
@@ -295,26 +269,18 @@ def make_engine(
     head: "Head | None" = None,
     **options: Any,
 ) -> Engine:
-    """Return an engine that trains `model` on the devices of all ranks.
+    """Return an engine that trains `model`, with rank 0's initial weights, on the devices of all ranks.
 
     Args:
-        model: rank 0's has the initial weights.
         devices: the SPEC; a rank that has joined a world uses that world's device.
         task: the recipe's task with metrics of the user; None for the plain one.
         class_weights: float32 [classes], or None.
         head: the head whose input is computed, if that is all; see `DeviceDataset.features`.
         **options: for the torch engine.
-
-    Raises:
-        InputError: the engine is not available here, or cannot compile the model.
     """
     common: dict[str, Any] = {
-        "world": world,
-        "task": task,
-        "class_weights": class_weights,
-        "report": report,
-        "head": head,
-    }
+        "world": world, "task": task, "class_weights": class_weights, "report": report, "head": head
+    }  # fmt: skip
     if engine == "torch":
         from flatout.engine.torch.engine import TorchEngine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.config import Optimizer
+from flatout.config import OPTIMIZERS, Optimizer
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError, first_line
 
@@ -35,6 +35,7 @@ def build(
     scales: Mapping[str, float] | None = None,
     *,
     capturable: bool,
+    is_sharded: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer of a recipe's section, fused if torch supports that.
 
@@ -44,6 +45,9 @@ def build(
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
             device, so that it can change.
     """
+    if is_sharded and optimizer.is_of_library:  # may compute with whole parameters
+        known = ", ".join(OPTIMIZERS)
+        raise InputError(f"optimizer.name = {optimizer.name!r} is not available with shard = 'full'; use {known}")
     device = next(iter(parameters.values())).device
     grouped: dict[float, dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -54,6 +58,8 @@ def build(
     options: dict[str, Any] = {}
     if optimizer.is_of_library:
         options = {"capturable": True, "foreach": True} if capturable else {}
+    elif is_sharded and not optimizer.name.startswith("adam"):  # of the fused ones, only Adam takes shards
+        options["foreach"] = True
     else:
         options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
         options |= {"capturable": capturable} if optimizer.name in ("adam", "adamw") else {}
@@ -64,11 +70,7 @@ def build(
 
 
 def class_of(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
-    """Return the class of an optimizer, with the options of the section bound.
-
-    Raises:
-        InputError: there is no such class (`torch:NAME`, `timm:NAME`), it cannot train here, or it does not take a key.
-    """
+    """Return the class of an optimizer (`NAME`, `torch:NAME`, `timm:NAME`), with the options of the section bound."""
     library, _, name = optimizer.name.rpartition(":")
     known: dict[str, Any] = CLASSES
     if library == "torch":
@@ -143,11 +145,10 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def keep_compiler_out() -> Callable[[], None]:
-    """Keep torch's optimizers from importing torch's compiler; return a function that undoes this.
+    """Keep torch's optimizers from importing torch's compiler, a second of every start; return a function to undo it.
 
-    The methods import torch._dynamo only to exclude themselves from compilation, which takes a second of every start
-    (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each caches the excluded function in an attribute of the
-    undecorated one; here that is the function itself. In other versions of torch this has no effect.
+    Their methods do so only to exclude themselves from compilation (`_disable_dynamo` in torch/_compile.py, 2.11 to
+    2.15), and cache the excluded function in an attribute of the undecorated one; here that is the function itself.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
     plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__") and "torch._dynamo" not in sys.modules]

@@ -1,14 +1,14 @@
 """Pixel operations of augmentation except resampling, for torch and JAX: `xp` is either module.
 
-Pixels are floats from 0 to 255, with fractions for 16-bit images. Operations are those of Pillow, without intermediate
-rounding.
-Shape letters: B batch, H height, W width, C channels.
+Pixels are floats from 0 to 255. Operations are those of Pillow, without intermediate rounding.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+Array: TypeAlias = Any  # torch.Tensor or jax.Array
 
 # Columns of a row for `recolor`, after the factors of brightness, contrast, saturation and sharpness.
 POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = 4, 5, 6, 7
@@ -20,29 +20,27 @@ FROM_16_BITS = 1 / 257
 _LUMA = (0.299, 0.587, 0.114)
 
 
-def centre(images_BHWC: Any, height: int, width: int) -> Any:
-    """Return the central crop of images."""
+def centre(images_BHWC: Array, height: int, width: int) -> Array:
+    """Return the central crop."""
     top, left = (images_BHWC.shape[1] - height) // 2, (images_BHWC.shape[2] - width) // 2
     return images_BHWC[:, top : top + height, left : left + width]
 
 
-def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any]) -> Any:
+def recolor(xp: Any, x_BHWC: Array, rows: Array, count_darker: Callable[[Array], Array]) -> Array:
     """Return images with changed colours.
 
     Args:
-        xp: torch or jax.numpy.
-        x_BHWC: pixels, 0..255.
         rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 8]: those,
             the factor of sharpness, the step of posterising, the threshold of solarising, 1 to stretch each channel to
             0..255, and 1 to equalise its histogram.
         count_darker: returns for integers 0..255 [B, H, W, C] the number of darker pixels in the same channel of the
-            image, float32 [B, H, W, C]; it depends on the library.
+            image, float32 [B, H, W, C].
     """
 
-    def column(index: int) -> Any:
+    def column(index: int) -> Array:
         return rows[:, index, None, None, None]
 
-    def blend(base: Any, factor: Any) -> Any:
+    def blend(base: Array, factor: Array) -> Array:
         return xp.clip(base + factor * (x - base), 0, 255)
 
     x = xp.clip(x_BHWC * column(0), 0, 255)
@@ -61,8 +59,8 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any])
     return xp.where(column(EQUALIZE) > 0, _equalized(xp, xp.round(x), count_darker), x)
 
 
-def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
-    """Return integers with an equalised histogram, in Pillow's integer arithmetic."""
+def _equalized(xp: Any, x_BHWC: Array, count_darker: Callable[[Array], Array]) -> Array:
+    """In Pillow's integer arithmetic."""
     darker = count_darker(x_BHWC)
     # Pixels per level; the brightest pixels do not count.
     step = xp.floor(xp.amax(darker, axis=(1, 2), keepdims=True) / 255)
@@ -71,15 +69,15 @@ def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
     return xp.where(step > 0, xp.clip(levels, 0, 255), x_BHWC)
 
 
-def _grey(x_BHWC: Any) -> Any:
-    """Return the luma, [B, H, W, 1]; grey images are unchanged."""
+def _grey(x_BHWC: Array) -> Array:
+    """The luma, [B, H, W, 1]; grey images are unchanged."""
     if x_BHWC.shape[-1] != 3:
         return x_BHWC
     return sum(weight * x_BHWC[..., i : i + 1] for i, weight in enumerate(_LUMA))
 
 
-def _smoothed(xp: Any, x_BHWC: Any) -> Any:
-    """Return images smoothed by Pillow's 3x3 kernel, whose centre weighs 5 of 13; edge pixels are unchanged."""
+def _smoothed(xp: Any, x_BHWC: Array) -> Array:
+    """By Pillow's 3x3 kernel, whose centre weighs 5 of 13; edge pixels are unchanged."""
     _, height, width, _ = x_BHWC.shape
     if min(height, width) < 3:
         return x_BHWC
@@ -90,12 +88,10 @@ def _smoothed(xp: Any, x_BHWC: Any) -> Any:
     return xp.concatenate([x_BHWC[:, :1], middle, x_BHWC[:, -1:]], axis=1)
 
 
-def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
-    """Return the mask of a box in each image, bool [B, H, W].
+def inside(boxes_B4: Array, rows_H: Array, columns_W: Array) -> Array:
+    """Return the mask of a box in each image, bool [B, H, W], from the indices of rows and columns.
 
-    Args:
-        boxes_B4: top, left, bottom, right, as fractions of height and width; empty if both ends are equal.
-        rows_H, columns_W: the indices of rows and columns.
+    Boxes are top, left, bottom, right, as fractions of height and width; empty if both ends are equal.
     """
     y = (rows_H + 0.5) / len(rows_H)
     x = (columns_W + 0.5) / len(columns_W)
@@ -104,12 +100,12 @@ def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
     return in_rows[:, :, None] & in_columns[:, None, :]
 
 
-def partner_weight(is_inside: Any, share: Any) -> Any:
+def partner_weight(is_inside: Array, share: Array) -> Array:
     """Return the partner's weight in each pixel of a mixture: 1 inside the box, else its share."""
     return is_inside + ~is_inside * share
 
 
-def view(xp: Any, x_BCHW: Any, shift: int, is_mirrored: bool) -> Any:
+def view(xp: Any, x_BCHW: Array, shift: int, is_mirrored: bool) -> Array:
     """Return images shifted down and right by `shift` pixels (edge pixels repeated), and mirrored."""
     down, up = max(0, shift), max(0, -shift)
     height, width = x_BCHW.shape[2:]

@@ -49,8 +49,7 @@ def scaled_rate(recipe: Recipe) -> float:
 def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
     """Return the number of warm-up epochs in a run of `run_epochs`, and the learning rate at their start.
 
-    Warm-up rises from 0 over `warmup_epochs`. With a batch larger than `lr_base_batch` it rises from `lr`, and has a
-    default length if `warmup_epochs` is 0.
+    With a batch larger than `lr_base_batch` it rises from `lr`, and has a default length if `warmup_epochs` is 0.
     """
     epochs, lr = recipe.schedule.warmup_epochs, recipe.optimizer.lr
     if scaled_rate(recipe) <= lr:
@@ -59,7 +58,7 @@ def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
 
 
 def describe_scaling(recipe: Recipe) -> str:
-    """Return a sentence about the scaled learning rate."""
+    """Return a sentence for the log."""
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
     base = f"{optimizer.lr:g} for batches of {optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
     sentence = f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {base}"

@@ -14,7 +14,6 @@ import psutil
 
 from flatout.config import Recipe
 from flatout.distributed.world import Control, Flag
-from flatout.engine.base import Recorder
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
@@ -49,7 +48,6 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        engine.recorder = Recorder.if_requested(context.run_dir / run_files.LOGS, world.rank, progress)
         live = context.run_dir / run_files.LIVE
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 

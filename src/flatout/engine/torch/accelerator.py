@@ -1,7 +1,4 @@
-"""Device-specific parts of the torch engine, by kind.
-
-Other modules of the engine never compare `device.type`.
-"""
+"""Device-specific parts of the torch engine: its other modules never compare `device.type`."""
 
 import contextlib
 import ctypes
@@ -17,9 +14,9 @@ import numpy as np
 import torch
 
 from flatout.data.batches import EVALUATION_BATCH
-from flatout.distributed.environment import wanted_threads
+from flatout.engine.devices import cpu_threads
 from flatout.utils.errors import InputError
-from flatout.utils.host import available_memory, physical_cores, processor_flags
+from flatout.utils.host import available_memory, processor_flags
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,24 +39,16 @@ _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX
 
 
 class Accelerator:
-    """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's.
+    """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's."""
 
-    Attributes:
-        precision, threads: number format and compute threads, after `prepare`.
-        is_host: it uses the cores and memory of the host.
-        is_async: operations are queued, and reading a result synchronises.
-        has_memory: it has its own memory, with asynchronous copies from pinned host memory.
-        can_capture: steps can be captured as a graph.
-        has_batch_norm: torch has the kernels of its SyncBatchNorm.
-        wide_float: the type for long sums.
-        evaluation_batch: the largest batch of an evaluation.
-    """
-
-    is_host = has_memory = can_capture = has_batch_norm = False
-    is_async = True
-    wide_float = torch.float64
-    evaluation_batch = EVALUATION_BATCH
-    precision, threads = "fp32", 1
+    is_host = False  # it uses the cores and memory of the host
+    is_async = True  # operations are queued, and reading a result synchronises
+    has_memory = False  # its own, with asynchronous copies from pinned host memory
+    can_capture = False  # steps, as a graph
+    has_batch_norm = False  # torch has the kernels of its SyncBatchNorm
+    wide_float = torch.float64  # the type for long sums
+    evaluation_batch = EVALUATION_BATCH  # the largest
+    precision, threads = "fp32", 1  # number format and compute threads, after `prepare`
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,21 +59,13 @@ class Accelerator:
         return self.device.type.upper()
 
     def prepare(self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1) -> None:
-        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process.
-
-        Raises:
-            InputError: the hardware does not support the precision.
-        """
+        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process."""
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
         self.adapt_process(undo, self.precision, self.threads)
 
     def choose_precision(self, wanted: str) -> str:
-        """Resolve a recipe's `precision` to a number format.
-
-        Raises:
-            InputError: the hardware does not support it; emulation would be many times slower.
-        """
+        """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
         available = self.precisions()
         if wanted not in ("auto", *available):
             raise InputError(
@@ -94,27 +75,24 @@ class Accelerator:
         return available[0] if wanted == "auto" else wanted
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a model runs."""
         if self.precision == "bf16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
     def describe(self) -> str:
-        """Return a sentence for the log."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return f"{self.device.type}: {threads if self.is_host else self.name}, {PRECISIONS[self.precision]}"
 
     @property
     def raises_out_of_memory(self) -> bool:
-        """Whether running out of memory raises an error; otherwise the system kills the process."""
+        """Otherwise the system kills the process."""
         return self.has_memory
 
     def precisions(self) -> list[str]:
-        """Return the number formats that the hardware supports, the default first."""
+        """Those that the hardware supports, the default first."""
         return ["fp32"]
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        """Change settings of the process for training; `undo` restores them and the random state."""
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         if not self.is_host:
             module = torch.get_device_module(self.device)
@@ -131,42 +109,35 @@ class Accelerator:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.has_memory else tensor
 
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        """Copy a small array to the device asynchronously."""
-        return self.pinned(array).to(self.device, non_blocking=self.has_memory)
-
     def free_bytes(self) -> int:
-        """Return the free memory for tensors of the device; what torch keeps of freed tensors is free."""
         if not self.has_memory:
             return available_memory()
+        # What torch keeps of freed tensors is free.
         kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
         return torch.accelerator.get_memory_info(self.device)[0] + kept
 
     def reset_peak(self) -> None:
-        """Measure the peak memory from here on."""
         if self.has_memory:
             torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory of tensors on the device; None if that is the host's memory."""
         return torch.accelerator.max_memory_allocated(self.device) if self.has_memory else None
 
     def empty_cache(self) -> None:
-        """Return freed memory to the device."""
         if self.has_memory:
             torch.accelerator.empty_cache()
 
     def has_room_for_graph(self) -> bool:
-        """Whether a graph can keep the memory of a step, the peak since its reset, while other steps run eagerly."""
+        """Whether a graph can keep the memory of a step, the peak since its reset, beside that of eager steps."""
         held = torch.accelerator.memory_allocated(self.device)
         return 2 * (torch.accelerator.max_memory_allocated(self.device) - held) <= self.free_bytes()
 
     def buffers(self, count: int) -> "Buffers":
-        """Return a function that provides an empty host buffer of a shape, the last `count` of which are in use."""
+        """Return a function that provides empty buffers of a shape and type, the last `count` of which are in use."""
         return lambda shape, dtype: HostBuffer(torch.empty(shape, dtype=dtype), self.device)
 
     def refusing_to_wait(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which waiting for the device raises RuntimeError, as in a capture, but without harm."""
+        """Inside, waiting for the device raises RuntimeError, as in a capture, but without harm."""
         return contextlib.nullcontext()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -175,7 +146,7 @@ class Accelerator:
 
 
 class HostBuffer:
-    """Memory of the host, `tensor`, from which tensors are copied to a device."""
+    """Memory of the host, `tensor`, from which batches are copied to a device."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.tensor, self._device = tensor, device
@@ -190,10 +161,7 @@ Buffers = Callable[[tuple[int, ...], torch.dtype], HostBuffer]
 
 
 class PinnedBuffer(HostBuffer):
-    """Pinned memory and its copy on a GPU, made on a stream of copies beside the steps.
-
-    Without `wait`, the host would run ahead of a slow GPU, and pin more and more memory.
-    """
+    """Pinned memory and its copy on a GPU, made on a stream of copies beside the steps."""
 
     def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(tensor, stream.device)
@@ -201,7 +169,7 @@ class PinnedBuffer(HostBuffer):
         self._copy: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Wait until the last copy has ended, so that the memory can be filled again."""
+        """Wait for the last copy: otherwise the host would run ahead of a slow GPU, and pin more and more memory."""
         self._copied.synchronize()
 
     @contextlib.contextmanager
@@ -226,7 +194,7 @@ class CPU(Accelerator):
 
     @property
     def raises_out_of_memory(self) -> bool:
-        """See `Accelerator`: only if the address space is limited (`ulimit -v`)."""
+        """Only if the address space is limited (`ulimit -v`)."""
         import resource
 
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
@@ -324,7 +292,7 @@ class CUDA(Accelerator):
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the accelerator of a torch device."""
+    """Return the `Accelerator` of a torch device."""
     return {"cpu": CPU, "cuda": CUDA, "mps": MPS}.get(device.type, Accelerator)(device)
 
 
@@ -340,10 +308,10 @@ def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
 
 
 def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe") -> tuple[str, int] | None:
-    """Return the number format for a model on a GPU with TF32, and the model's multiply-adds per image.
+    """Return the number format for a model on a GPU with TF32, and the model's multiply-adds per image; else None.
 
-    None for other devices. Nothing is measured, which would take seconds: bfloat16 is faster if there is much to
-    compute, and only adds conversions to small networks, whose kernels take as long as their launches.
+    bfloat16 is faster if there is much to compute, but adds conversions to small networks, whose kernels take as long
+    as their launches.
     """
     if formats[0] != "tf32" or "bf16" not in formats:
         return None
@@ -360,16 +328,6 @@ def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: in
         model.eval()(torch.zeros(1, channels, *image_sides))
     model.train(was_training)
     return counter.get_total_flops() // 2
-
-
-def cpu_threads(ranks_here: int = 1) -> int:
-    """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
-
-    Processes are limited to their shares: with more threads than cores, synchronising threads are several times slower.
-    """
-    share = max(1, physical_cores() // ranks_here)
-    wanted = wanted_threads() or share
-    return wanted if ranks_here == 1 else min(wanted, share)
 
 
 def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> str:
@@ -393,9 +351,6 @@ def allocate(
     """Allocate `count` rows shaped like those of `like` [B, ...]: on the device, in memory or in a mapped file.
 
     The file is always float32. It is unnamed, so nothing remains of it however the process ends.
-
-    Raises:
-        InputError: neither memory nor the disk of temporary files has enough space.
     """
     shape = (count, *like.shape[1:])
     where = placement(count * like[0].nbytes, accelerator, wanted, ranks_here=ranks_here)

@@ -1,17 +1,15 @@
 """Batch normalisation over the samples of all ranks, without padding.
 
-torch's own kernel cannot leave samples out, its SyncBatchNorm needs a GPU, and on CPUs it is slow for few channels in
-channels_last order (ten times, in the backward pass). A training step therefore replaces `functional.batch_norm`, so
-that any model is covered; modules, their names and their buffers are unchanged. Torch's kernels are used if they
-compute the same and are fast: they take from a half to a fifth of the time.
-
-Shape letters: B batch, C channels, n values per channel.
+A training step replaces `functional.batch_norm`, so that any model is covered. Torch's kernels, which cannot leave
+samples out, are used where they compute the same and are fast: they take from a half to a fifth of the time.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flatout.distributed.world import ALONE, World
 from flatout.utils.errors import InputError
@@ -24,26 +22,18 @@ VECTOR = 16
 
 
 class BatchNorm:
-    """Replaces `functional.batch_norm`: training statistics are over all ranks, without padding.
+    """Replaces `functional.batch_norm`; `world` are the ranks whose samples are normalised together.
 
     For a single value per channel, the running statistics are used and not changed.
-
-    Args:
-        world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
-        on_host: whether on a CPU, where torch's kernel is fast only for some numbers of channels.
-        has_kernels: whether torch has the kernels of its SyncBatchNorm for the device.
-
-    Attributes:
-        micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
-        was_used: whether a model has asked for batch statistics.
-        normalised_others: whether it has asked for those of something other than its batch.
     """
 
     def __init__(self, world: World = ALONE, *, on_host: bool = True, has_kernels: bool = False) -> None:
         self.world, self.on_host, self.has_kernels = world, on_host, has_kernels
-        self.batch_size = self.count = self.total = self.micro_batch = 0
+        self.batch_size = self.count = self.total = 0
         self.is_padded = False
-        self.was_used = self.normalised_others = False
+        self.micro_batch = 0  # the recipe's, if a share is computed in several
+        self.was_used = False  # whether a model has asked for batch statistics
+        self.normalised_others = False  # whether for those of something other than its batch
 
     def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
         """Prepare for a forward pass; the numbers are constants of a captured step.
@@ -67,11 +57,6 @@ class BatchNorm:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        """Normalise x [B, C, ...]; see `torch.nn.functional.batch_norm`.
-
-        Raises:
-            InputError: the share of this rank is computed in micro-batches.
-        """
         self.was_used |= training
         if training and self.micro_batch:
             raise InputError(
@@ -87,8 +72,7 @@ class BatchNorm:
             # A model may normalise something other than its batch, with a different length on every rank.
             total = self.total if is_batch else int(world.all_reduce(torch.tensor([count], device=x.device)))
         n = total * (x.numel() // (x.shape[0] * channels))
-        # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
-        # Not `&=`, which the compiler of torch 2.11 cannot write out.
+        # One value has no variance. Not `&=`, which the compiler of torch 2.11 cannot write out.
         training = training and n >= 2
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
         if not training or (is_plain and is_fast and not world.is_joined):
@@ -109,6 +93,20 @@ class BatchNorm:
                 # As in torch, the running variance is unbiased.
                 running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
         return y.to(x.dtype)
+
+
+class ReplacedFunctions(TorchFunctionMode):
+    """While active, replaces torch functions wherever a model calls them."""
+
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function or its replacement; inside a replacement, torch's own are called."""
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Normalise(torch.autograd.Function):
@@ -163,9 +161,8 @@ class _Normalise(torch.autograd.Function):
 class _NormaliseByKernel(torch.autograd.Function):
     """`_Normalise` for batches without padding, by torch's CPU kernels.
 
-    They sum sequentially, which loses digits in large sums, and are slow for few channels: so each position in an image
-    row is treated as a separate channel. Then the statistics of all positions and ranks are merged, and gradients
-    corrected by the difference between the sums of a position and those of all.
+    They lose digits in large sums, and are slow for few channels: so each position in an image row is a channel of its
+    own. Then the statistics of all positions and ranks are merged, and gradients corrected by the difference.
     """
 
     @staticmethod

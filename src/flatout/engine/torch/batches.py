@@ -1,12 +1,12 @@
-"""The placement of a split for the torch engine, and the transfer of its batches to the device.
+"""A split for the torch engine: its placement, the transfer of its batches to the device, and recorded steps.
 
 Shape letters: N samples of the split, B samples of this rank in a batch, S steps, K outputs.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,49 +14,38 @@ import torch
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer, placement
 from flatout.tasks import Task
+from flatout.utils.errors import RankLost, causes, first_line
 
 # Batches that are read ahead from memory or disk.
 READ_AHEAD = 3
 # Steps whose inputs are copied to the device at once.
 TABLE_STEPS = 64
+# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithms, optimizer state) must be finished before the
+# capture.
+EAGER_STEPS = 3
 
 
 @dataclass(kw_only=True, eq=False)
 class _Share:
-    """This rank's share of a batch as the host knows it.
-
-    Attributes:
-        batch: the share.
-        total: samples of all ranks without padding.
-        is_padded: whether any rank has padding.
-        images, partner_images: [B, ...] on the device if they are streamed from the host.
-    """
+    """This rank's share of a batch as the host knows it."""
 
     batch: Batch
-    total: int
-    is_padded: bool
-    images: torch.Tensor | None = None
-    partner_images: torch.Tensor | None = None
+    total: int  # samples of all ranks without padding
+    is_padded: bool  # whether any rank has padding
+    images: torch.Tensor | None = None  # [B, ...] on the device, if they are streamed from the host
+    partner_images: torch.Tensor | None = None  # likewise
 
 
 @dataclass(kw_only=True, eq=False)
 class DeviceBatch(_Share):
-    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
+    """This rank's share of a batch, or a micro-batch of it, on the device."""
 
-    Attributes:
-        samples: int64 [B], positions in the split.
-        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
-        total_weight: float32 [1], the sum of the weights of all ranks, by which the loss is divided.
-        partners: int64 [B], the samples that these are mixed with; None without mixing.
-    """
-
-    samples: torch.Tensor
-    weights: torch.Tensor
-    total_weight: torch.Tensor
-    partners: torch.Tensor | None = None
+    samples: torch.Tensor  # int64 [B], positions in the split
+    weights: torch.Tensor  # float32 [B], 0 for padding, else the weight of the sample in the loss
+    total_weight: torch.Tensor  # float32 [1], the sum of the weights of all ranks, by which the loss is divided
+    partners: torch.Tensor | None = None  # int64 [B], the samples that these are mixed with
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":
-        """Return one of `count` micro-batches."""
         if count == 1:
             return self
         chosen = part(len(self.batch.samples), number, count)
@@ -69,10 +58,8 @@ class DeviceBatch(_Share):
 class StepTable:
     """The inputs of the next steps on the device, and a counter there of the steps taken.
 
-    A step finds its row by the counter, so it needs nothing from the host: a recorded step is only replayed.
-
-    Args:
-        columns: the first rows, [s, ...] by name; see `DeviceBatch`.
+    A step finds its row by the counter, so it needs nothing from the host: a recorded step is only replayed. `columns`
+    are the tensors of `DeviceBatch` for the first steps, [s, ...].
     """
 
     def __init__(self, columns: dict[str, np.ndarray], accelerator: Accelerator) -> None:
@@ -88,7 +75,6 @@ class StepTable:
         self._next.zero_()
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return the row of the next step."""
         return {name: rows.index_select(0, self._next)[0] for name, rows in self._columns.items()}
 
     def advance(self) -> None:
@@ -97,15 +83,10 @@ class StepTable:
 
 @dataclass(kw_only=True, eq=False)
 class Step(_Share):
-    """A step of training or evaluation; its tensors are read on the device when it runs.
+    """A step of training or evaluation; its tensors are read on the device when it runs."""
 
-    Attributes:
-        table: has the row of the step.
-        rows: new rows of the table, of which this step's is the first; None if it has the row already.
-    """
-
-    table: StepTable
-    rows: dict[str, np.ndarray] | None
+    table: StepTable  # has the row of the step
+    rows: dict[str, np.ndarray] | None  # new ones of the table, from this step's on; None if it has the row already
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -113,12 +94,11 @@ class Step(_Share):
         return len(self.batch.samples), self.batch.count, self.total
 
     def begin(self) -> None:
-        """Bring the row of the step to the device, if it is not there."""
+        """Bring its row to the device, if it is not there."""
         if self.rows:
             self.table.fill(self.rows)
 
     def read(self) -> DeviceBatch:
-        """Return the tensors of the step that is next."""
         return DeviceBatch(
             batch=self.batch,
             total=self.total,
@@ -129,11 +109,9 @@ class Step(_Share):
         )
 
     def with_own_images(self) -> "Step":
-        """Return the step with a copy of the streamed images."""
         return replace(self, **{name: value.clone() for name, value in self._images().items()})
 
     def copy_images(self, other: "Step") -> None:
-        """Overwrite the streamed images with those of another step."""
         for name, images in self._images().items():
             images.copy_(getattr(other, name))
 
@@ -142,26 +120,15 @@ class Step(_Share):
         return {name: images for name, images in found.items() if images is not None}
 
 
-Streamed = TypeVar("Streamed", DeviceBatch, Step)
-
-
 @dataclass(kw_only=True, eq=False)
 class DeviceImages:
-    """The input of a model's trained part for a split: images, or the output of its frozen prefix.
+    """The input of a model's trained part for a split: images, or the output of its frozen prefix."""
 
-    Attributes:
-        samples: the split on the host.
-        images: [N, ...] on the device; None if they are streamed from the host.
-        targets: on the device; see `Task.targets`.
-        transforms: the epoch's augmentation tables on the device; empty if nothing is random.
-        partners: int32 [N] on the host, the samples that are mixed in; None without mixing.
-    """
-
-    samples: Split
-    images: torch.Tensor | None
-    targets: torch.Tensor
-    transforms: dict[str, torch.Tensor] = field(default_factory=dict)
-    partners: np.ndarray | None = None
+    samples: Split  # on the host
+    images: torch.Tensor | None  # [N, ...] on the device; None if they are streamed from the host
+    targets: torch.Tensor  # on the device; see `Task.targets`
+    transforms: dict[str, torch.Tensor] = field(default_factory=dict)  # the epoch's tables, on the device
+    partners: np.ndarray | None = None  # int32 [N] on the host, the samples that are mixed in
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
@@ -173,13 +140,12 @@ class DeviceImages:
         return streamed
 
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the rows of the augmentation tables for samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(self, batches: Iterable[Streamed], accelerator: Accelerator, *, is_training: bool) -> Iterator[Streamed]:
-        """Add prefetched images to batches, in training also their partners; nothing if they are on the device."""
+    def stream(self, steps: Iterable[Step], accelerator: Accelerator, *, is_training: bool) -> Iterator[Step]:
+        """Add prefetched images to steps, in training also their partners; nothing if they are on the device."""
         if self.images is not None:
-            yield from batches
+            yield from steps
             return
         shape = self.samples.images.shape[1:]
         dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
@@ -192,20 +158,20 @@ class DeviceImages:
             self.samples.read(positions, images.tensor.numpy())
             return images
 
-        def read(inputs: Streamed) -> tuple[Streamed, HostBuffer, HostBuffer | None]:
-            samples = inputs.batch.samples
-            return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
+        def read(step: Step) -> tuple[Step, HostBuffer, HostBuffer | None]:
+            samples = step.batch.samples
+            return step, images_at(samples), None if partners is None else images_at(partners[samples])
 
-        for inputs, images, others in prefetch(read, batches, READ_AHEAD):
+        for step, images, others in prefetch(read, steps, READ_AHEAD):
             with contextlib.ExitStack() as stack:
-                inputs.images = stack.enter_context(images.on_device())
+                step.images = stack.enter_context(images.on_device())
                 if others is not None:
-                    inputs.partner_images = stack.enter_context(others.on_device())
-                yield inputs
+                    step.partner_images = stack.enter_context(others.on_device())
+                yield step
 
 
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
-    """Place a split in device memory, host memory or on disk, the first that fits."""
+    """See `Engine.place`."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where, images = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here), None
     if where == "device":
@@ -214,3 +180,76 @@ def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, 
         rows = np.arange(len(samples))
         samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
     return DeviceImages(samples=samples, images=images, targets=targets)
+
+
+class CapturedStep:
+    """Runs a step eagerly a few times, then captures it as a graph and replays it.
+
+    The step reads its inputs from tensors that stay in place. Its Python numbers become constants of a graph, so steps
+    with other numbers (the short last batch) have their own. If a capture fails, all steps run eagerly from then on.
+    `forget_gradients` sets every gradient to None, so that the backward pass allocates new ones.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[DeviceImages, Step], None],
+        forget_gradients: Callable[[], None],
+        accelerator: Accelerator,
+        report: Callable[[str], None],
+    ) -> None:
+        self._step, self._forget_gradients = step, forget_gradients
+        self._accelerator, self._report = accelerator, report
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        # By the constants of the step: the graph, and the step whose streamed images it reads.
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.is_off = False
+        self._source: DeviceImages | None = None
+
+    def __call__(self, source: DeviceImages, inputs: Step) -> None:
+        constants = inputs.constants
+        if source is not self._source:
+            self.release()
+            self._source = source
+        if constants not in self._graphs and not self.is_off:
+            # After the first graph, everything is initialised.
+            seen, wanted = self._seen[constants], 1 if self._graphs else EAGER_STEPS
+            if seen == wanted - 1:
+                self._accelerator.reset_peak()
+            if seen >= wanted:
+                self._record(source, inputs)
+        if constants in self._graphs:
+            graph, static = self._graphs[constants]
+            static.copy_images(inputs)
+            graph.replay()
+            return
+        self._seen[constants] += 1
+        self._forget_gradients()
+        self._step(source, inputs)
+
+    def _record(self, source: DeviceImages, inputs: Step) -> None:
+        self._forget_gradients()
+        static = inputs.with_own_images()
+        try:
+            if not self._accelerator.has_room_for_graph():
+                raise RuntimeError("too little memory for a graph beside eager steps")
+            graph = self._accelerator.capture(lambda: self._step(source, static))
+        except (RuntimeError, RankLost) as error:
+            # The end of the failed capture raises an error, too; a collective in it seems to have lost its peers.
+            self.refuse(causes(error)[-1])
+            return
+        if not self._graphs:
+            self._report("the whole step runs as one CUDA graph")
+        self._graphs[inputs.constants] = graph, static
+
+    def refuse(self, reason: BaseException | str) -> None:
+        """Run all steps eagerly from here on."""
+        self.is_off = True
+        text = first_line(reason) if isinstance(reason, BaseException) else reason
+        self._report(f"the step runs without a CUDA graph: {text}")
+
+    def release(self) -> None:
+        """Free the graphs, so that their communicator can be closed; later steps are captured again."""
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._seen.clear()

@@ -1,7 +1,4 @@
-"""A split placed for the torch engine: its training steps and its evaluation.
-
-Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
-"""
+"""A split placed for the torch engine: its training steps and its evaluation."""
 
 import contextlib
 import functools
@@ -16,10 +13,9 @@ import torch
 from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
-from flatout.engine.torch.accelerator import Accelerator, allocate
-from flatout.engine.torch.batches import TABLE_STEPS, DeviceBatch, DeviceImages, Step, StepTable, Streamed
-from flatout.engine.torch.step import CapturedStep
-from flatout.models.features import caught
+from flatout.engine.torch.accelerator import allocate
+from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
+from flatout.models.features import FrozenClassifier, caught
 from flatout.models.heads import FeatureNetwork, Head
 
 if TYPE_CHECKING:
@@ -62,20 +58,37 @@ class TorchDataset:
         _copy_tables(transforms, images)
 
         def outputs() -> Iterator[torch.Tensor]:
-            for inputs in self._batches(images, equally_many=True):
+            for inputs in self._batches(images):
                 rows = images.transforms_of(inputs.samples)
                 normalised = engine.input.normalised(images.images_of(inputs), rows)
                 with torch.no_grad(), engine.accelerator.autocast():
                     yield engine.prefix(normalised, len(images.samples))
 
-        wanted = engine.recipe.data.placement
-        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.accelerator)
+        features = self._gathered(outputs(), len(images.samples))
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if not isinstance(features, torch.Tensor):
             samples = Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
         return self._views[view]
+
+    def _gathered(self, outputs: Iterable[torch.Tensor], count: int) -> torch.Tensor | np.ndarray:
+        """Return the output of a prefix on all ranks, [count, ...]; each has as many `outputs`, [B, C, ...]."""
+        engine, world, features, start = self._engine, self._engine.world, None, 0
+        for output in outputs:
+            # In channels_last order, as the convolutions read them.
+            for rows in world.all_gather(output.movedim(1, -1)):
+                if features is None:
+                    wanted, here = engine.recipe.data.placement, world.local_size
+                    features = allocate(count, rows, engine.accelerator, wanted, ranks_here=here)
+                rows = rows[: max(0, count - start)]
+                if isinstance(features, torch.Tensor):
+                    features[start : start + len(rows)] = rows
+                else:
+                    features[start : start + len(rows)] = rows.float().cpu().numpy()
+                start += len(rows)
+        assert features is not None
+        return features
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
@@ -89,7 +102,7 @@ class TorchDataset:
         assert engine.cut is not None
         source, rows = split._plain, _Rows(len(self.samples), engine.world)
         network: Callable[[torch.Tensor], torch.Tensor] | None = None
-        for inputs in split._batches(source, equally_many=False):
+        for inputs in split._batches(source):
             images = engine.input.of(source.images_of(inputs)).float()
             network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
             start, real = int(inputs.batch.samples[0]), inputs.batch.count
@@ -152,7 +165,7 @@ class TorchDataset:
         return source.stream(steps, self._engine.accelerator, is_training=True)
 
     def _steps(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Step]:
-        """Yield steps on batches, all of one size: this rank's share in training, else the whole."""
+        """Yield steps on batches of one size: on this rank's share in training, else on the whole."""
         world, batches, classes = self._engine.world, iter(batches), self._weights if is_training else None
 
         def weights_of(batch: Batch) -> np.ndarray:
@@ -181,13 +194,8 @@ class TorchDataset:
                 )
 
     def train_step(self, inputs: Step, learning_rate: float, seed: int) -> None:
-        engine, source = self._engine, self.source
-        if engine.recorder:
-            samples = inputs.batch.samples[: inputs.batch.count]
-            rows = source.transforms_of(engine.accelerator.put(samples))
-            engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
         inputs.begin()
-        engine.train_step(source, inputs, learning_rate, seed)
+        self._engine.train_step(self.source, inputs, learning_rate, seed)
 
     @torch.no_grad()
     def evaluate(
@@ -217,15 +225,13 @@ class TorchDataset:
             # After cached output, little computation remains: preparing ONNX Runtime would take longer.
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
-                from flatout.models.features import FrozenClassifier
-
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
-            batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
-            for inputs, *others in zip(*batches, strict=True):
-                read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
+            batches = [dataset._batches(source) for dataset, source in sources]
+            for each in zip(*batches, strict=True):
+                read = [source.images_of(inputs) for (_, source), inputs in zip(sources, each, strict=True)]
                 with engine.accelerator.autocast():
                     logits = logits_of(network, *read)
-                rows = results.add(logits, sources[0], inputs)
+                rows = results.add(logits, sources[0][1], each[0])
                 if features and keep_features and (found := features.take()) is not None:
                     kept = keep_features(found[: len(rows)].cpu().numpy())
                     results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
@@ -235,11 +241,8 @@ class TorchDataset:
         engine, (results, run) = self._engine, self._recorded
         engine.synchronise_buffers()
         results.clear()
-        batches, is_one_less = self._own_batches(len(self.samples))
-        steps = self._plain.stream(self._steps(batches, is_training=False), engine.accelerator, is_training=False)
         with engine.evaluation_network():
-            for step in self._checked(steps, is_one_less):
-                step.begin()
+            for step in self._evaluation_steps(self._plain):
                 run(self._plain, step)
         return results.evaluation(self.samples.labels)
 
@@ -257,58 +260,41 @@ class TorchDataset:
 
         return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
-    def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
-        """Return the images of an evaluation, and a function (network, batch) -> logits."""
+    def _evaluated(self, *, tta: bool) -> tuple[list[tuple["TorchDataset", DeviceImages]], Callable[..., torch.Tensor]]:
+        """Return what an evaluation reads, and a function (network, batch of each) -> logits."""
         engine = self._engine
         if not tta:
-            return [self._plain], lambda network, images: network(engine.input.of(images))
+            return [(self, self._plain)], lambda network, images: network(engine.input.of(images))
         if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
             # The frozen prefix's output for shifted images is not cached.
-            return [self._images], engine.view_logits
+            return [(self, self._images)], engine.view_logits
 
         def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [self._plain, self._mirrored._plain], mean_of_both
+        return [(self, self._plain), (self._mirrored, self._mirrored._plain)], mean_of_both
 
-    def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
-        """Yield this rank's evaluation batches; `equally_many` on every rank, with empty ones at the end."""
-        put = self._engine.accelerator.put
-        batches, is_one_less = self._own_batches(len(source.samples), equally_many=equally_many)
-        inputs = (
-            DeviceBatch(
-                batch=batch,
-                total=batch.count,
-                is_padded=batch.count < len(batch.samples),
-                samples=put(batch.samples),
-                weights=put(batch.weights),
-                total_weight=put(batch.weights.sum(keepdims=True)),
-            )
-            for batch in batches
-        )
-        streamed = source.stream(inputs, self._engine.accelerator, is_training=False)
-        return self._checked(streamed, is_one_less)
+    def _batches(self, source: DeviceImages) -> Iterator[DeviceBatch]:
+        """Yield this rank's evaluation batches."""
+        for step in self._evaluation_steps(source):
+            inputs = step.read()
+            step.table.advance()
+            yield inputs
 
-    def _own_batches(self, count: int, *, equally_many: bool = False) -> tuple[list[Batch], bool]:
-        """Return this rank's evaluation batches, see `_batches`, and whether other ranks have one more."""
+    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
+        """Yield steps that are next in their table, as many on every rank: the last may be empty."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
         size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
-        batches = list(evaluation_batches(count, size))
-        own = batches[world.rank :: world.size]
-        if equally_many and len(own) < -(-len(batches) // world.size):
-            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        return own, len(own) < -(-len(batches) // world.size)
-
-    def _checked(self, inputs: Iterable[Streamed], is_one_less: bool) -> Iterator[Streamed]:
-        """Yield inputs, until a rank is told to stop."""
-        world = self._engine.world
-        for one in inputs:
+        batches = list(evaluation_batches(len(source.samples), size))
+        empty = Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0)
+        own = (batches + [empty] * (-len(batches) % world.size))[world.rank :: world.size]
+        steps = self._steps(own, is_training=False)
+        for step in source.stream(steps, engine.accelerator, is_training=False):
             world.control.check_stop()
-            yield one
+            step.begin()
+            yield step
             world.watch.keep_alive()
-        if is_one_less:
-            world.control.check_stop()  # as often on every rank
 
 
 class _Results:
@@ -360,14 +346,8 @@ class _Rows:
         self._table[rows] = values
 
     def gather(self) -> np.ndarray | None:
-        """Return the rows of all ranks, [N, ...] in the order of the split; None if the first rank has none."""
-        table, world = self._table, self._world
-        found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
-        if found is None:
-            return None
-        if table is None:
-            table = torch.zeros(found[0], dtype=found[1], device=world.device)
-        return world.all_reduce(table).cpu().numpy()
+        """Return the rows of all ranks, [N, ...] in the order of the split; None if there are none."""
+        return None if self._table is None else self._world.all_reduce(self._table).cpu().numpy()
 
 
 def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
@@ -375,27 +355,3 @@ def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
     for name, table in transforms.items():
         new = torch.from_numpy(table)
         source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
-
-
-def collect_features(
-    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
-) -> torch.Tensor | np.ndarray:
-    """Gather the output of a prefix for a whole split, [count, ...], on all ranks.
-
-    Args:
-        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; the same number on each
-            rank.
-    """
-    features: Any = None
-    start = 0
-    for output in outputs:
-        # In channels_last order, as the convolutions read them.
-        for rows in world.all_gather(output.movedim(1, -1)):
-            if features is None:
-                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
-            rows = rows[: max(0, count - start)]
-            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
-            features[start : start + len(rows)] = kept
-            start += len(rows)
-    assert features is not None
-    return features

@@ -1,13 +1,10 @@
 """The torch engine: one device of each rank, CPU, CUDA or MPS.
 
-A training step takes this rank's share of the batch, gathers its images by index (or takes the streamed ones),
-augments and normalises them, computes logits, loss and gradients, all-reduces the gradients, updates the weights and
-adds up the metrics. It never waits for the device, so it can be captured as a CUDA graph.
-
-Shape letters: B samples of this rank in a batch, C channels.
+A training step never waits for the device, so it can be captured as a CUDA graph.
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,19 +18,19 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
-from flatout.engine.base import Counts, Recorder
+from flatout.engine.base import Counts
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
-from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.batches import DeviceBatch, DeviceImages, Step, place
+from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
+from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import WeightAverage
-from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
+from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
-from flatout.utils.errors import TrainingFailed, is_out_of_memory
+from flatout.utils.errors import InputError, TrainingFailed, is_out_of_memory
 
 # Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
 COPIES_OF_WEIGHTS = 3
@@ -41,10 +38,128 @@ COPIES_OF_WEIGHTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A copy of this rank's part of the training state, on the device if it fits; see `Engine.snapshot`."""
+    """A copy of this rank's part of the training state; see `Engine.snapshot`."""
 
     tensors: dict[str, torch.Tensor]
     weights_only: bool
+
+
+class NetworkInput:
+    """Computes the input of the network on one device; behind a `cut`, the images are the frozen prefix's output."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        cut: Cut | None,
+        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        self._recipe, self._cut, self._batch_transforms = recipe, cut, batch_transforms
+        mean, std = (torch.tensor(v, device=device) for v in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self._normalisation = 1 / (255 * std), -mean / std
+
+    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return stored images [B, H, W, C] as model input [B, C, H, W], augmented if there are transforms."""
+        size = self._recipe.eval_sides if transforms is None else self._recipe.image_sides
+        return augment.apply(images, transforms, *self._normalisation, size)
+
+    def of(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the input of the network, [B, C, ...]: `normalised` images, or the output of the prefix."""
+        return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
+
+    def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+        rows = source.transforms_of(inputs.samples)
+        images = self.of(source.images_of(inputs), rows)
+        if inputs.partners is not None:
+            partner_rows = source.transforms_of(inputs.partners)
+            partners = self.of(source.images_of(inputs, of_partners=True), partner_rows)
+            images = augment.mix(images, partners, rows["mix"])
+        for transform in self._batch_transforms:
+            shape, images = images.shape, transform(images)
+            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            if found != tuple(shape):
+                name = getattr(transform, "__name__", type(transform).__name__)
+                raise InputError(f"batch_transforms: {name} returned {found} for {tuple(shape)}")
+        return images
+
+
+class Losses:
+    """Computes losses on one device: by the user's `own` function of logits and targets, or else by the task."""
+
+    def __init__(
+        self, own: Callable[..., torch.Tensor] | None, class_weights: np.ndarray | None, device: torch.device
+    ) -> None:
+        if isinstance(own, nn.Module):
+            own = copy.deepcopy(own).to(device)
+            if "reduction" in vars(own):
+                vars(own)["reduction"] = "none"  # torch's loss modules return the mean over the batch
+        self._own = own
+        self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
+
+    def of(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the loss of each sample, float32 [B]."""
+        if self._own is None:
+            return task.per_sample(logits, targets, class_weights)
+        losses = self._own(logits.float(), targets)
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        if shape != (len(logits),):
+            raise InputError(
+                f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
+                "losses do with reduction='none'"
+            )
+        return losses
+
+    def of_batch(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
+    ) -> torch.Tensor:
+        """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
+
+        def losses_of(targets: torch.Tensor) -> torch.Tensor:
+            return self.of(task, logits, targets, self._class_weights)
+
+        if inputs.partners is None:
+            return losses_of(targets)
+        share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
+        return task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
+
+
+# The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
+SUMS = 4
+
+
+class MetricSums:
+    """Sums on the device since they were last fetched; adding to them never waits."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        device = accelerator.device
+        self._sums = torch.zeros(SUMS - 1, dtype=accelerator.wide_float, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def begin_epoch(self) -> None:
+        """Count steps from 0 again."""
+        self._step.zero_()
+        self._first_bad_step.fill_(-1)
+
+    def add(self, sums: torch.Tensor) -> None:
+        self._sums += sums[: SUMS - 1]
+        self._count += sums[SUMS - 1].long()
+        is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
+        self._first_bad_step.copy_(torch.where(is_first_bad, self._step, self._first_bad_step))
+        self._step += 1
+
+    def fetch(self) -> tuple[Counts, int | None]:
+        """See `Engine.counts`."""
+        loss_sum, weight_sum, metric_sum = self._sums.tolist()
+        count, bad = int(self._count), int(self._first_bad_step)
+        self._sums.zero_()
+        self._count.zero_()
+        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, metric_sum=metric_sum, count=count)
+        return result, bad if bad >= 0 else None
 
 
 class TorchEngine:
@@ -61,9 +176,6 @@ class TorchEngine:
         head: the head, if nothing else of the model changes; its input is then computed once.
         loss: a function of logits and targets in place of the task's; returns a loss for each sample.
         batch_transforms: functions of normalised training images [B, C, H, W]; each returns such images.
-
-    Raises:
-        InputError: the device lacks the recipe's `precision`.
     """
 
     def __init__(
@@ -88,7 +200,6 @@ class TorchEngine:
         self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
-        self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size)
             accelerator.reset_peak()
@@ -98,7 +209,6 @@ class TorchEngine:
             self._undo = undo.pop_all()
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
-        """Move the model to the device and prepare everything that the steps use."""
         recipe, world, accelerator = self.recipe, self.world, self.accelerator
         self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
@@ -108,18 +218,18 @@ class TorchEngine:
         normalised = world if recipe.norm == "global" else ALONE
         self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
-        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
         self._gradients = Gradients()
         if self.is_sharded:
-            from flatout.engine.torch.fsdp import FSDPGradients, build_optimizer
+            from flatout.engine.torch.fsdp import FSDPGradients
 
             self._gradients = FSDPGradients(self.model, world)
-            self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
-        else:
-            if world.is_joined:
-                trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
-                self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
-            self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
+        elif world.is_joined:
+            trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
+            self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
+        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        self._optimizer = optim.build(
+            recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
+        )
         self._update = optim.plain_step(self._optimizer)
         self._average = None
         if recipe.ema:
@@ -141,7 +251,7 @@ class TorchEngine:
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
-        """Distribute rank 0's model to the devices of all ranks: a copy or a shard each."""
+        """Give each rank a copy or a shard of rank 0's model."""
         if not self.is_sharded:
             model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.world.broadcast([*model.parameters(), *model.buffers()])
@@ -152,7 +262,6 @@ class TorchEngine:
         return model
 
     def _can_capture(self) -> bool:
-        """Whether recipe and world permit capturing the step; the reason is reported otherwise."""
         reasons = {
             f"{self.recipe.optimizer.name} cannot be recorded": not optim.can_capture(self.recipe.optimizer),
             "functions given in Python may not be recorded": self._has_own_functions,
@@ -166,7 +275,6 @@ class TorchEngine:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are captured as graphs, or will be."""
         return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
@@ -200,7 +308,6 @@ class TorchEngine:
         self._communication_seconds += self.world.seconds - began
 
     def _step(self, source: DeviceImages, inputs: Step) -> None:
-        """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
         batch = inputs.read()
         inputs.table.advance()
         self._gradients.begin()
@@ -248,9 +355,7 @@ class TorchEngine:
         return self.task.averaged(torch.stack(seen))
 
     def is_frozen_faster(self, count: int) -> bool:
-        """Whether preparing ONNX Runtime is worthwhile for `count` images and a frozen network."""
-        from flatout.models.features import WORTHWHILE_PIXELS
-
+        """Whether ONNX Runtime is worth its preparation for `count` images and a frozen network."""
         return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
@@ -263,8 +368,6 @@ class TorchEngine:
         """Return the fastest implementation of a frozen network for `count` images; `example` is an input batch."""
         if not self.is_frozen_faster(count):
             return network
-        from flatout.models.features import frozen_network
-
         return frozen_network(network, example, self.threads, self._report)
 
     @contextlib.contextmanager
@@ -279,11 +382,7 @@ class TorchEngine:
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
     def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Choose the micro-batches before the first step: as few as fit.
-
-        Raises:
-            TrainingFailed: not even the smallest micro-batch fits.
-        """
+        """Choose the micro-batches before the first step: as few as fit."""
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
         if self.is_sharded:
             # A trial on one rank would wait for the other ranks' shards.
@@ -322,7 +421,7 @@ class TorchEngine:
         return 0
 
     def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
-        """Compute a micro-batch without the other ranks, and undo its effects."""
+        """Compute a micro-batch without the other ranks, and leave no trace of it."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)
         self._gradients.begin_backward(is_last=False)
@@ -423,7 +522,7 @@ class TorchEngine:
         self._release_graph()
 
     def _release_graph(self) -> None:
-        """Free captured steps, which refer to the optimizer's tensors: these may be replaced."""
+        """Free captured steps: the tensors of the optimizer that they refer to may be replaced."""
         if self._captured:
             self._captured.release()
 

@@ -1,14 +1,8 @@
 """A model sharded over the ranks by torch's FSDP2: parameters, gradients and optimizer state.
 
-A rank holds a shard of every parameter, cut along its first dimension. The parameters of a unit, a part of the model,
-are gathered from all ranks just before it computes, in the forward and again in the backward pass; its gradients are
-reduced and scattered. Buffers are replicated. All ranks must call the model equally often, in training and evaluation;
-a rank without samples calls it with any batch, even an empty one.
-
+All ranks must call the model equally often; one without samples calls it with any batch, even an empty one.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3); Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
-
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,9 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flatout.config import OPTIMIZERS, Optimizer
 from flatout.distributed.world import World
-from flatout.engine import optim
 from flatout.engine.torch.gradients import Gradients
 from flatout.utils.errors import InputError
 
@@ -30,15 +22,9 @@ SMALLEST_UNIT = 1 / 256
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard a model over the ranks of the default process group, in place.
+    """Shard a model, equal on all ranks, over the default process group, in place; its units go to the device in turn.
 
-    The ranks must hold equal values. Parameters are replaced by DTensors of the same names, so create the optimizer
-    afterwards. The model may be on the host: its units go to the device one by one. Gradients are summed over the
-    ranks, so the loss must be divided by the weight of the global batch. From then on, call only the model itself, not
-    its submodules.
-
-    Raises:
-        InputError: a parameter has no dimension.
+    Gradients are summed over the ranks. From then on, only the model itself may be called, not its submodules.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
@@ -90,7 +76,7 @@ def _units(model: nn.Module) -> list[nn.Module]:
     total, units = _count(model), list[nn.Module]()
 
     def choose(module: nn.Module) -> int:
-        """Choose the units of a module; return the number of parameters left to its parent."""
+        """Return the number of parameters left to the parent."""
         left = _count(module)
         # Module lists are never called, and sequences are sometimes iterated over from outside.
         is_called = type(module).forward is not nn.Module.forward and type(module) is not nn.Sequential
@@ -109,21 +95,3 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 def _count(module: nn.Module, *, recurse: bool = True) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse))
-
-
-def build_optimizer(
-    section: Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
-) -> torch.optim.Optimizer:
-    """Return the torch optimizer for shards: fused for Adam (only Adam supports them), else foreach.
-
-    Raises:
-        InputError: the optimizer is one of torch's or timm's own, which may compute with whole parameters.
-    """
-    if section.is_of_library:
-        known = ", ".join(OPTIMIZERS)
-        raise InputError(f"optimizer.name = {section.name!r} is not available with shard = 'full'; use {known}")
-    optimizer = optim.build(section, parameters, scales, capturable=False)
-    if not isinstance(optimizer, torch.optim.Adam):
-        for group in optimizer.param_groups:
-            group["fused"], group["foreach"] = False, True
-    return optimizer

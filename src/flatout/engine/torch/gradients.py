@@ -16,17 +16,17 @@ class Gradients:
     """The gradients of a single rank."""
 
     def begin(self) -> None:
-        """Prepare a step's backward passes."""
+        """Called before a step's backward passes."""
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass; until the last of the step, gradients accumulate."""
+        """Called before each; until the last of the step, gradients accumulate."""
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
         return extra
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove hooks from the parameters."""
 
 
 class _Part:
@@ -42,9 +42,9 @@ class _Part:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients in a bucket, each in the shape and memory order of its parameter."""
         if flat.data_ptr() not in self._views:
             start, places = flat.storage_offset(), zip(self.parameters, self.offsets, strict=True)
+            # Each in the memory order of its parameter.
             views = [flat.as_strided(p.shape, p.stride(), start + offset) for p, offset in places]
             self._views[flat.data_ptr()] = views
         return self._views[flat.data_ptr()]
@@ -56,10 +56,7 @@ class _Part:
 class BucketedAllReduce(Gradients):
     """The gradients of a replicated model. Buckets are sent during the backward pass of the last micro-batch.
 
-    Args:
-        parameters: the trained ones, in the model's order, on one device.
-        extras: the number of values that are summed with them in each step.
-        is_async: whether reading a value would wait for the device.
+    `extras` values are summed with them in each step; `is_async`: reading a value would wait for the device.
     """
 
     def __init__(self, parameters: list[nn.Parameter], world: World, extras: int, *, is_async: bool = False) -> None:
@@ -148,7 +145,7 @@ def _partition(parameters: list[nn.Parameter]) -> list[_Part]:
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
-    """Return a bucket for each part; those of one type share one block of memory."""
+    """Those of one type share one block of memory."""
     sizes = [part.end + len(part.parameters) for part in parts]
     sizes[-1] += extras
     buckets: dict[int, Bucket] = {}

@@ -1,7 +1,4 @@
-"""Measure in about a second how fast a model trains; `factory.choose_processes` and generated recipes decide by it.
-
-The steps are those of the engine, on random images.
-"""
+"""Measure in about a second how fast a model trains: `factory.choose_processes` and generated recipes decide by it."""
 
 import contextlib
 import time
@@ -14,8 +11,13 @@ from torch import nn
 from flatout.config import Recipe
 from flatout.data.batches import Batch, Split
 from flatout.distributed.world import World
-from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, cpu_threads, precision_of_gpu
+from flatout.engine.devices import cpu_threads
+from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, precision_of_gpu
 from flatout.engine.torch.engine import TorchEngine
+from flatout.models.build import build_model
+from flatout.models.features import frozen_network
+from flatout.models.heads import FeatureNetwork, find_head
+from flatout.models.pretrained import load_pretrained
 
 # On a CPU, the first step has two images, the next ones more, up to the batch or this step time.
 FIRST_IMAGES, LONG_STEP = 2, 0.15
@@ -23,23 +25,17 @@ FIRST_IMAGES, LONG_STEP = 2, 0.15
 STEPS, SECONDS = 20, 0.4
 # Images per batch of feature measurements on a CPU: some for each thread.
 FEATURE_BATCH = 32
-# Seconds of an all-reduce on a host: constant, and per byte of gradients.
+# Seconds of an all-reduce on a host, and more per byte of gradients: those of the jobs with small batches in
+# benchmarks/results/ranks.json, batch_size / images_per_second * communication_fraction, are 0.4 ms for 0.08 MB
+# (mnist-parallel), 1.5 ms for 2.6 MB (caltech101) and 6 ms for 34 MB (cats-dogs).
 SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
 
 
 def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, ranks: int = 1) -> float:
-    """Return a rank's training time per image, of which the all-reduce is estimated.
+    """Return the training time per image of one of several ranks, of which the all-reduce is estimated.
 
-    With `precision = "auto"`, it is measured in the number format that a run chooses.
-
-    Args:
-        model: trained for some steps, at a negligible learning rate.
-        recipe: the recipe. Its batch and the cores of the host are shared by the ranks.
-        device: its torch name.
-        ranks: the number of ranks, one of which is measured.
-
-    Raises:
-        InputError: the device lacks the recipe's precision.
+    The ranks share the batch and the cores of the host. The number format is that of a run. The model is trained for
+    some steps on random images, at a negligible learning rate.
     """
     accelerator = accelerator_of(torch.device(device))
     formats = [accelerator.choose_precision(recipe.precision)]
@@ -48,17 +44,9 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     elif recipe.precision == "auto" and "bf16" in accelerator.precisions():
         formats.append("bf16")
     middle, share = [0.5] * recipe.channels, max(1, recipe.batch_size // ranks)
-    recipe = recipe.override(
-        {
-            # The labels do not matter.
-            "task": "single-label",
-            "loss": "cross-entropy",
-            "shard": "none",
-            "batch_size": share,
-            "data.mean": recipe.data.mean or middle,
-            "data.std": recipe.data.std or middle,
-        }
-    )
+    colours = {"data.mean": recipe.data.mean or middle, "data.std": recipe.data.std or middle}
+    any_labels = {"task": "single-label", "loss": "cross-entropy"}
+    recipe = recipe.override({"shard": "none", "batch_size": share, **colours, **any_labels})
     world = World(device=accelerator.device, local_size=ranks)
     times = [_measure(model, recipe.override({"precision": precision}), world) for precision in formats]
     seconds = times[-1] if times[0] >= BF16_WORTH * times[-1] else times[0]
@@ -69,7 +57,6 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
 
 
 def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
-    """Return the seconds per image of training steps on random images."""
     with contextlib.closing(TorchEngine(model, recipe, world=world)) as engine:
         batch_size = recipe.batch_size
         shape = (batch_size, *recipe.stored_sides, recipe.channels)
@@ -79,7 +66,6 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
         split.begin_epoch(0)
 
         def step_seconds(images: int, count: int) -> float:
-            """Return the seconds of one of `count` steps."""
             batch = Batch(samples=np.arange(images), weights=np.ones(images, np.float32), count=images)
             began = time.perf_counter()
             for inputs in split.feed(repeat(batch, count)):
@@ -99,18 +85,7 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
 
 
 def features_per_second(recipe: Recipe, device: str) -> float:
-    """Return the images per second before the head of a network, with its published weights, on a device.
-
-    The prepared ONNX Runtime network is kept for the run.
-
-    Raises:
-        InputError: the network or its weights are unavailable.
-    """
-    from flatout.models.build import build_model
-    from flatout.models.features import frozen_network
-    from flatout.models.heads import FeatureNetwork, find_head
-    from flatout.models.pretrained import load_pretrained
-
+    """Return the images per second before the head of a network with published weights; ONNX Runtime keeps it."""
     accelerator = accelerator_of(torch.device(device))
     model = build_model(recipe, 2)
     load_pretrained(model, recipe, lambda sentence: None)

@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 def named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, weights_only: bool
 ) -> Tensors:
-    """Return the tensors that training changes, not copied."""
+    """Return what training changes, not copied."""
     named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     return named if weights_only else named | _optimizer_tensors(optimizer, parameters)
 
@@ -66,16 +66,12 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: all of it, or its shard."""
+    """Return this rank's part of a tensor."""
     return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tensor] | None, world: World) -> Tensors:
-    """Return whole copies on the CPU, on rank 0; the others participate and return nothing.
-
-    Args:
-        locals: earlier results of `local`, which are gathered instead; None for the present values.
-    """
+    """Return whole copies on the CPU, on rank 0; of `locals`, earlier results of `local`, if given."""
     state = {}
     for name in named if locals is None else locals:
         value = named[name] if locals is None else _with_local(named[name], locals[name])
@@ -93,13 +89,7 @@ def load(
     parameters: Mapping[str, nn.Parameter],
     world: World,
 ) -> None:
-    """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
-
-    `targets` are the tensors to overwrite; missing optimizer state is created.
-
-    Raises:
-        InputError: the state is of another model.
-    """
+    """Overwrite `targets`, the training state, with rank 0's `state`; missing optimizer state is created."""
     shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
     found = {name: tuple(shape) for name, (shape, _) in shapes.items() if name.startswith("model.")}
     expected = {name: tuple(target.shape) for name, target in targets.items() if name.startswith("model.")}
@@ -125,7 +115,6 @@ def load(
 def _receive(
     value: torch.Tensor | None, target: torch.Tensor, shape: torch.Size, dtype: torch.dtype, world: World
 ) -> None:
-    """Overwrite a tensor on all ranks, in place, with rank 0's whole `value`."""
     if _is_sharded(target):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -139,7 +128,7 @@ def _receive(
 
 
 def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Whether all tensors of this rank are finite, bool [] on the device, without synchronising."""
+    """Whether those of this rank are, bool [] on the device, without synchronising."""
     floats = [local(value) for value in named.values() if value.is_floating_point()]
     floats = [value for value in floats if value.numel() and value.device == floats[0].device]
     return nn.utils.get_total_norm(floats, norm_type=float("inf")).isfinite()
@@ -151,7 +140,6 @@ def _is_sharded(value: torch.Tensor) -> bool:
 
 
 def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded as `like` is, of which this rank holds `value`."""
     if not _is_sharded(like):
         return value
     from torch.distributed.tensor import DTensor
@@ -162,19 +150,10 @@ def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 class WeightAverage:
-    """The average of a model's parameters and buffers; of a sharded model, this rank's part.
+    """The average of a model's parameters and buffers, `tensors`; of a sharded model, this rank's part.
 
-    Until the average has seen enough steps, it forgets faster: its decay in step t is at most (1 + t) / (10 + t), as in
-    TensorFlow's ExponentialMovingAverage.
-
-    Args:
-        model: on its device, with the initial weights.
-        decay: the weight of the old average in each step.
-        steps: the step count at the start.
-        is_async: whether the device has queues; then few large operations are faster than one for each tensor.
-
-    Attributes:
-        tensors: the averages by name, and the number of steps, [] on the device.
+    The decay in step t is at most (1 + t) / (10 + t), as in TensorFlow's ExponentialMovingAverage. `steps` is t at the
+    start. If `is_async`, few large operations are faster than one for each tensor.
     """
 
     def __init__(self, model: nn.Module, decay: float, steps: int, *, is_async: bool) -> None:
@@ -186,7 +165,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average after a step."""
         self._steps += 1
         share = 1 - torch.clamp((1 + self._steps) / (10 + self._steps), max=self._decay)
         pairs = [(local(self.tensors[name]), local(value)) for name, value in self._weights.items()]
@@ -205,7 +183,6 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the model's weights by their averages inside the block."""
         kept = {name: value.clone() for name, value in self._weights.items()}
         self._copy(self.tensors)
         try:

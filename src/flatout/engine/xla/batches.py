@@ -166,11 +166,6 @@ class XlaDataset:
     def train_step(self, inputs: tuple[Group, int], learning_rate: float, seed: int) -> None:
         """See `DeviceDataset.train_step`. Steps wait until their dispatch is full."""
         (batches, _), step = inputs
-        if self._engine.recorder:
-            batch, own = batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
-            samples = batch.samples[own.start : min(own.stop, batch.count)]
-            tables = self._transforms or {}
-            self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
         self._pending.append((*inputs, learning_rate, seed))
         if step == len(batches) - 1:
             self.flush()

@@ -21,7 +21,7 @@ from flatout.config import Recipe
 from flatout.data.batches import EVALUATION_BATCH, Split, evaluation_batches, prefetch
 from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
-from flatout.engine.base import Counts, Recorder
+from flatout.engine.base import Counts
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.xla.batches import RUN_AHEAD, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
@@ -70,7 +70,6 @@ class XlaEngine:
         self.task, self._target_shape = task or task_of(recipe), ()
         self.model = model.to("cpu")
         self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
-        self.recorder: Recorder | None = None
         self.sharding = MeshSharding(devices, recipe.shard)
         self.platform = devices[0].platform
         self.steps_per_dispatch = steps_per_dispatch or (1 if self.platform == "cpu" else STEPS_PER_DISPATCH)
