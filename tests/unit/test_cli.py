@@ -89,6 +89,7 @@ def test_the_cache_is_shown_and_cleared(
 
 REFUSED_AT_ONCE = {
     "--set optimizer.lr=high": "flatout: optimizer.lr = 'high': must be a finite number",
+    "--set learning_rate=1": "flatout: unknown recipe key 'learning_rate'; did you mean 'optimizer.lr'?",
     "--set Flip=true": "flatout: unknown recipe key 'Flip'; did you mean 'augment.flip'?",
     "--epochs -1": "flatout: epochs = -1: must be at least 0",
     "--out old": "flatout: old: exists; choose another --out",

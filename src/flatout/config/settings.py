@@ -15,6 +15,20 @@ from flatout.utils.errors import InputError
 Size = int | tuple[int, int]
 
 
+# Other libraries' names of our recipe keys, flags and devices.
+_ALIASES = {
+    "learning_rate": "lr",
+    "bs": "batch_size",
+    "wd": "weight_decay",
+    "arch": "model",
+    "random_state": "seed",
+    "validation_split": "valid_fraction",
+    "gpus": "devices",
+    "workers": "devices",
+    "gpu": "cuda",
+}
+
+
 def parse_setting(text: str) -> tuple[str, object]:
     """Split one `--set KEY=VALUE`; the value is read as TOML, else as a comma-separated list, else as plain text."""
     key, equals, raw = text.partition("=")
@@ -76,10 +90,12 @@ def shown(size: Size) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint: the known word that `word` abbreviates or resembles; else all known words."""
+    """Return a hint: the known word that `word` abbreviates, is another name of, or resembles; else all known words."""
     by_name = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
     plain = word.lstrip("-").replace("-", "_").lower()
-    close = [name for name in by_name if name.rpartition(".")[2] == plain.rpartition(".")[2]]
+    last = plain.rpartition(".")[2]
+    meant = (last, _ALIASES.get(last))
+    close = [name for name in by_name if name.rpartition(".")[2] in meant]
     close = close or difflib.get_close_matches(plain, by_name, n=1, cutoff=0.6)
     return f"did you mean {by_name[close[0]]!r}?" if close else "known: " + ", ".join(by_name.values())
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Dispatches in flight: enough to keep the devices busy.
 RUN_AHEAD = 4
+# Maximum bytes of images in flight to each device, unless two batches are larger.
+IN_FLIGHT_BYTES = 256 * 2**20
 
 # The batches of one dispatch, those of all processes; and this process's part of each array, with a leading T.
 Group = tuple[Sequence[Batch], DeviceBatch]
@@ -93,6 +95,17 @@ def read_batches(
     )
 
 
+def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
+    """Return the steps per dispatch, at most `steps`, and the maximum dispatches in flight.
+
+    The images of a batch, `batch_bytes` on each device, stay within `IN_FLIGHT_BYTES`; they are 0 if they need no copy.
+    """
+    if not batch_bytes:
+        return steps, RUN_AHEAD
+    steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
+    return steps, max(2, min(RUN_AHEAD, IN_FLIGHT_BYTES // (steps * batch_bytes)))
+
+
 class XlaDataset:
     """One split of the data; see `DeviceDataset`."""
 
@@ -116,8 +129,9 @@ class XlaDataset:
             read = engine.features(self.samples, transforms) if engine.cut else self.samples
             self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
         self._read, self.table = self._views[view]
-        # Images that are streamed would be waited for.
-        self._steps = 1 if self.table is None else engine.steps_per_dispatch
+        each = engine.sharding.padded(self.batch) // engine.sharding.size
+        image_bytes = self._read.nbytes // len(self._read) if self.table is None else 0
+        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
 
     def compile(self) -> None:
         self.begin_epoch(0)
@@ -128,6 +142,7 @@ class XlaDataset:
                 f"{engine.sharding.size} devices: {padding / program.batch:.0%} of the computation is wasted"
             )
         if self._steps > 1:
+            engine.report(f"{self._steps} steps per dispatch")
             engine.compiled(program, self.table, steps=self._steps)
         engine.compiled(program, self.table)
 

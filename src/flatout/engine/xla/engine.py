@@ -23,7 +23,7 @@ from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
 from flatout.engine.base import Counts
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.xla.batches import RUN_AHEAD, XlaDataset, fetch, read_batches
+from flatout.engine.xla.batches import XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.functional import from_torch, to_torch
 from flatout.engine.xla.mesh import MeshSharding
@@ -148,7 +148,7 @@ class XlaEngine:
     def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
         function = self.compiled(self.program(split.batch), split.table, steps=steps)
-        while len(self._in_flight) >= RUN_AHEAD:
+        while len(self._in_flight) >= split.run_ahead:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
         self._state, sums = function(self._state, put, *([] if split.table is None else [split.table]))
