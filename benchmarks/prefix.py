@@ -17,7 +17,8 @@ from about import about
 from flatout.config import Recipe
 from flatout.config.jobs import load_job
 from flatout.data.batches import Split
-from flatout.data.build import find, load_pack
+from flatout.data.build import load_pack
+from flatout.data.detect import find
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.splits import splits_of
 from flatout.distributed.world import World

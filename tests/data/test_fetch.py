@@ -24,8 +24,8 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.config.jobs import builtin_jobs
-from flatout.data.build import find
 from flatout.data.cache import entries, remove
+from flatout.data.detect import find
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public, where_to_get
 from flatout.data.source import DataSource
 from flatout.utils.console import Console

@@ -12,8 +12,9 @@ from PIL import Image, ImageOps
 from flatout.cli.main import main
 from flatout.config import Data
 from flatout.data.batches import measure
-from flatout.data.build import build_pack, find, load_pack
+from flatout.data.build import build_pack, load_pack
 from flatout.data.decode import decode_image, read_header
+from flatout.data.detect import find
 from flatout.data.pack import open_pack
 from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of

@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, f1_score, mean_absolute_err
 
 import flatout
 from flatout.cli.main import main
-from flatout.data.build import find
+from flatout.data.detect import find
 from flatout.data.source import ImageDataset
 from flatout.models.weights import read_weights
 

@@ -348,7 +348,7 @@ def do_upload(args: Namespace, console: Console) -> Output:
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
     from flatout.analysis.check import check, format_check
-    from flatout.data.build import find
+    from flatout.data.detect import find
     from flatout.data.source import ImageDataset
 
     if args.labels:
@@ -405,7 +405,8 @@ def do_look(args: Namespace, console: Console) -> Output:
 )
 def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
-    from flatout.data.build import build_pack, find
+    from flatout.data.build import build_pack
+    from flatout.data.detect import find
     from flatout.data.pack import PackSettings
     from flatout.train.auto_recipe import measure_dataset
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flatout import __version__
-from flatout.config import Data, Recipe
+from flatout.config import Recipe
 from flatout.config.settings import collapse_size, shown
 from flatout.data.cache import (
     NotWritable,
@@ -46,31 +46,8 @@ from flatout.data.pack import (
 )
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataSource, ImageDataset
-from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.files import lock, printable
-
-
-def find(
-    data: object, options: Data | None = None, task: str = "auto", *, console: Console | None = None
-) -> DataSource | ImageDataset:
-    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python."""
-    from flatout.data.detect import from_python, recognise
-    from flatout.data.fetch import download, is_remote
-
-    if is_remote(data):
-        console = console or Console()
-        path, descriptor = download(data, console)
-        console.finish()
-        try:
-            found = recognise(path, options, task, console)
-        except InputError:
-            os.close(descriptor)
-            raise
-        # Keeps the cache from removing the data to make room while it may be read.
-        weakref.finalize(found, os.close, descriptor)
-        return found
-    return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:

@@ -1,6 +1,8 @@
 """Detect the format of a path or a Python value."""
 
+import os
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 from flatout.config import Data
 from flatout.config.settings import nearest_path
 from flatout.data.cache import Progress
+from flatout.data.fetch import download, is_remote
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
@@ -15,6 +18,7 @@ from flatout.data.pack import DESCRIPTION, open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import is_archive, unpack
+from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
 
@@ -45,6 +49,25 @@ _EXPECTED = (
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
 # Recipe keys that affect what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
+
+
+def find(
+    data: object, options: Data | None = None, task: str = "auto", *, console: Console | None = None
+) -> DataSource | ImageDataset:
+    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python."""
+    if is_remote(data):
+        console = console or Console()
+        path, descriptor = download(data, console)
+        console.finish()
+        try:
+            found = recognise(path, options, task, console)
+        except InputError:
+            os.close(descriptor)
+            raise
+        # Keeps the cache from removing the data to make room while it may be read.
+        weakref.finalize(found, os.close, descriptor)
+        return found
+    return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def recognise(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Split
-from flatout.data.build import find, load
+from flatout.data.build import load
+from flatout.data.detect import find
 from flatout.data.pack import Pack, load_once_per_host
 from flatout.data.splits import splits_of
 from flatout.distributed.environment import launched

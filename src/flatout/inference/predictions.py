@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Split
-from flatout.data.build import find
+from flatout.data.detect import find
 from flatout.data.source import DataSource
 from flatout.inference.explain import heatmaps_of
 from flatout.models.build import build_model

@@ -7,8 +7,8 @@ from typing import Any
 from flatout.config import Recipe, load_recipe, with_settings
 from flatout.config.jobs import builtin_jobs, load_job
 from flatout.config.settings import nearest, nearest_path
-from flatout.data.build import find
 from flatout.data.cache import cache_folder
+from flatout.data.detect import find
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, download_public, is_remote, where_to_get
 from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Speeds
