@@ -111,6 +111,7 @@ def test_paths_that_lead_out_and_missing_files_are_listed_in_one_go(folder: Path
     (inner / "linked-folder").symlink_to(folder / "images")
     (inner / "linked.png").symlink_to(folder / "images" / "0.png")
     (inner / "fine.png").symlink_to(inner / "own" / "ok.png")
+    (inner / "circle").symlink_to("circle")
     inside = ["own/ok.png,a", "fine.png,b"]
     outside = [
         "../images/0.png,a",
@@ -119,14 +120,15 @@ def test_paths_that_lead_out_and_missing_files_are_listed_in_one_go(folder: Path
         "linked.png,b",
         "/etc/passwd,b",
     ]
-    missing = [*(f"own/gone{i}.png,b" for i in range(8)), "own,a", '"gone\n.png",b']
+    missing = [*(f"own/gone{i}.png,b" for i in range(8)), "own,a", "circle/0.png,b", f"{300 * 'x'}/0.png,b"]
+    missing.append('"gone\n.png",b')
     assert pairs(read(inner, "\n".join(inside))) == [("ok.png", "a"), ("fine.png", "b")]
     with pytest.raises(InputError) as caught:
         read(inner, "\n".join([*inside, *outside, *missing]))
     message = str(caught.value)
-    assert f"not below {inner}, 15 " in message
+    assert f"not below {inner}, 17 " in message
     assert all(f"list.csv: line {i + 3}: {row.split(',')[0]};" in message for i, row in enumerate(outside))
-    assert message.endswith("line 12: own/gone4.png; and 5 more")
+    assert message.endswith("line 12: own/gone4.png; and 7 more")
     with pytest.raises(InputError, match=r"line 2: gone\\n\.png$"):
         read(inner, "\n".join([inside[0], missing[-1]]))
 

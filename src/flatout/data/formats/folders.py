@@ -54,10 +54,6 @@ class Entry:
             return self._entry.is_file()
         return False
 
-    def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
-        return self._entry.is_symlink()
-
 
 def visible(folder: Path) -> Sequence[Entry]:
     """List a folder by name, without hidden files and operating system artefacts."""

@@ -1,7 +1,8 @@
 """Lists of image files and labels: CSV, JSON lines and PaddleClas lists.
 
 A list is one file, a folder with a file for each split, such as `desc_train.csv`, or a folder of split folders with a
-`metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders.
+`metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders. Lists may have millions of rows, so that
+columns are processed as a whole.
 """
 
 import csv
@@ -9,21 +10,23 @@ import io
 import json
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, compress, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, one_per_split, visible
-from flatout.data.labels import find_class_list, first_few
+from flatout.data.labels import DistinctLabels, find_class_list, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
@@ -43,8 +46,8 @@ _FLAGS = {**dict.fromkeys(("0", "0.0", "false"), 0), **dict.fromkeys(("1", "1.0"
 # PaddleClas has 0,1,0 in one cell for several labels.
 _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 _EMPTY = "lists no images; write rows of file,label"
-
-Row = tuple[int, list[str]]  # a line number and the cells
+# Rows that are Python objects at the same time.
+_CHUNK = 1 << 16
 
 
 # Recognising
@@ -105,103 +108,116 @@ def _source(
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    head, locator = list(islice(_rows(path), 2)), _Locator(path.parent, options)
+    text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
-        columns = _find_columns(path, head, locator, "train", options)
-        return any(locator.find(cells[columns.file], "train") for _, cells in head[columns.has_header :][:1])
+        columns = _find_columns(text, locator, "train", options)
+        return any(locator.find(cells[columns.file], "train") for cells in text.head[columns.has_header :][:1])
     return False
 
 
 def _begins_with_image(path: Path) -> bool:
     with suppress(InputError):
-        return any(len(cells) == 2 and is_image_name(cells[0]) for _, cells in islice(_rows(path), 1))
+        return any(len(cells) == 2 and is_image_name(cells[0]) for cells in _TextFile(path).head[:1])
     return False
 
 
-# Rows
+# Text files
 
 
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        text, bad = data.decode("utf-8-sig"), data.find(b"\0")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        text, bad = "", error.start
-    if bad >= 0:
-        line = data.count(b"\n", 0, bad) + 1
-        raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
-    return text
+class _TextFile:
+    """The rows of a text file that are not blank, trimmed; of JSON lines, the first row is the keys.
 
+    `head` is the cells of the first two rows.
+    """
 
-def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows that are not blank, trimmed; of JSON lines, the first row is the keys."""
-    text = _read_text(path)
-    lines = enumerate(io.StringIO(text), start=1)
-    if path.suffix.lower() == ".jsonl":
-        yield from _json_rows(path, lines)
-    elif path.suffix.lower() == ".txt":
-        yield from ((number, cells) for number, line in lines if (cells := line.rsplit(maxsplit=1)))
-    else:
-        yield from _csv_rows(path, text)
+    def __init__(self, path: Path) -> None:
+        self.path, self._suffix = path, path.suffix.lower()
+        try:
+            self._data = path.read_bytes()
+            self._data.decode()
+            bad = self._data.find(b"\0")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            bad = error.start
+        if bad >= 0:
+            line = self._data.count(b"\n", 0, bad) + 1
+            raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
+        self._data = self._data.removeprefix(b"\xef\xbb\xbf")
+        start = self._data[:65536].decode(errors="ignore")
+        first = next((line for line in start.splitlines() if line.strip()), "")
+        delimiter = max(",;\t", key=first.count)
+        self._delimiter = delimiter if delimiter in first else "|"  # a bar also separates labels
+        self.head = [cells for _, cells in islice(self._rows(), 2)]
+        if not self.head:
+            raise InputError(f"{path}: {_EMPTY}")
 
+    def place(self, row: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: line {self._lines[row]}"
 
-def _read_columns(path: Path, width: int) -> list[list[str]]:
-    """Return the cells of each column of `_rows`; pyarrow reads a million rows in a second."""
-    text = _read_text(path)
-    # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
-    if path.suffix.lower() not in (".jsonl", ".txt") and text.count('"') % 2 == 0:
-        with suppress(pa.ArrowInvalid):
-            types = {str(i): pa.string() for i in range(width)}
-            table = pyarrow.csv.read_csv(
-                pa.BufferReader(text.encode()),
-                pyarrow.csv.ReadOptions(column_names=list(types)),
-                pyarrow.csv.ParseOptions(delimiter=_delimiter(text), newlines_in_values=True),
-                pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
-            )
-            columns = [list(map(str.strip, column.to_pylist())) for column in table.columns]
-            is_filled = [any(cells) for cells in zip(*columns, strict=True)]
-            return [list(compress(column, is_filled)) for column in columns]
-    rows = list(_rows(path))
-    if ragged := [f"line {line} has {len(cells)}" for line, cells in rows if len(cells) != width]:
-        fix = "quote cells that hold the delimiter"
-        raise InputError(f"{path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
-    return list(map(list, zip(*(cells for _, cells in rows), strict=True)))
+    @cached_property
+    def _lines(self) -> list[int]:
+        return [line for line, _ in self._rows()]
 
+    def columns(self) -> list[Any]:
+        """Read all columns, Arrow arrays of text [rows]."""
+        # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
+        if self._suffix not in (".jsonl", ".txt") and self._data.count(b'"') % 2 == 0:
+            with suppress(pa.ArrowInvalid):
+                return self._arrow_columns()
+        rows, width = list(self._rows()), len(self.head[0])
+        if ragged := [f"line {line} has {len(cells)}" for line, cells in rows if len(cells) != width]:
+            fix = "quote cells that hold the delimiter"
+            raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
+        return [pa.array(column, pa.string()) for column in zip(*(cells for _, cells in rows), strict=True)]
 
-def _delimiter(text: str) -> str:
-    first = next((line for line in text[:65536].splitlines() if line.strip()), "")
-    delimiter = max(",;\t", key=first.count)
-    return delimiter if delimiter in first else "|"  # a bar also separates labels
+    def _arrow_columns(self) -> list[Any]:
+        types = {str(i): pa.string() for i in range(len(self.head[0]))}
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(self._data),
+            pyarrow.csv.ReadOptions(column_names=list(types)),
+            pyarrow.csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+            pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+        )
+        columns = [pc.call_function("utf8_trim_whitespace", [column.combine_chunks()]) for column in table.columns]
+        lengths = [pc.call_function("binary_length", [column]).to_numpy() for column in columns]
+        is_filled = pa.array(np.any(lengths, axis=0))
+        return [column.filter(is_filled) for column in columns]
 
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of the line in which each row begins, and its cells."""
+        text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8", newline="")
+        if self._suffix == ".jsonl":
+            yield from self._json_rows(text)
+            return
+        if self._suffix == ".txt":
+            yield from ((number, cells) for number, line in enumerate(text, 1) if (cells := line.rsplit(maxsplit=1)))
+            return
+        reader = csv.reader(text, delimiter=self._delimiter, strict=True)
+        first = 1
+        try:
+            for cells in reader:
+                stripped = [cell.strip() for cell in cells]
+                if any(stripped):
+                    yield first, stripped
+                first = reader.line_num + 1
+        except csv.Error as error:
+            what = "a quotation mark is not closed" if "end of data" in str(error) else error
+            raise InputError(f"{self.path}: line {first}: is not valid CSV: {what}") from None
 
-def _csv_rows(path: Path, text: str) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
-    first = 1
-    try:
-        for cells in reader:
-            stripped = [cell.strip() for cell in cells]
-            if any(stripped):
-                yield first, stripped
-            first = reader.line_num + 1
-    except csv.Error as error:
-        what = "a quotation mark is not closed" if "end of data" in str(error) else error
-        raise InputError(f"{path}: line {first}: is not valid CSV: {what}") from None
-
-
-def _json_rows(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
-    tables: dict[int, dict[str, object]] = {}
-    for number, line in lines:
-        if line.strip():
-            try:
-                tables[number] = {**json.loads(line)}
-            except (ValueError, TypeError, RecursionError):
-                need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
-                raise InputError(f"{path}: line {number}: {need}") from None
-    if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
-        yield 0, keys
-        yield from ((number, [_json_cell(table.get(key)) for key in keys]) for number, table in tables.items())
+    def _json_rows(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        tables: dict[int, dict[str, object]] = {}
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    tables[number] = {**json.loads(line)}
+                except (ValueError, TypeError, RecursionError):
+                    need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
+                    raise InputError(f"{self.path}: line {number}: {need}") from None
+        if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
+            yield 0, keys
+            yield from ((number, [_json_cell(table.get(key)) for key in keys]) for number, table in tables.items())
 
 
 def _json_cell(value: object) -> str:
@@ -230,15 +246,13 @@ class _Columns:
     has_header: bool
 
 
-def _find_columns(path: Path, head: list[Row], locator: "_Locator", split: str, options: ReadOptions) -> _Columns:
-    """Find the columns by the options, else by the header, else by content; `head` is the first two rows."""
-    if not head:
-        raise InputError(f"{path}: {_EMPTY}")
+def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> _Columns:
+    """Find the columns by the options, else by the header, else by content."""
+    path = text.path
     # Messages about columns fit one line.
-    first = [" ".join(cell.splitlines()) for cell in head[0][1]]
+    first = [" ".join(cell.splitlines()) for cell in text.head[0]]
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
-    header = first if has_header else []
-    body = next((cells for _, cells in head[has_header:]), [])
+    header, body = first if has_header else [], next(iter(text.head[has_header:]), [])
     width, keys = len(first), ["".join(words_of(name)) for name in header]
 
     def given(key: str) -> tuple[int, ...]:
@@ -287,7 +301,7 @@ class _Locator:
     """Finds the image files that rows name, without suffix if only one fits.
 
     Paths are relative to `data.images`, the folder of the list, or its subfolders named after the split (Kaggle's
-    train.csv next to train_images/) or `images`. Each folder is listed once, since there may be millions of rows.
+    train.csv next to train_images/) or `images`. Each folder is listed once.
     """
 
     def __init__(self, folder: Path, options: ReadOptions) -> None:
@@ -296,26 +310,28 @@ class _Locator:
             self._images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
             if not self._images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
-        self._bases, self._folders, self._listed = cache(self._bases), cache(self._folders), cache(self._listed)
+        self._bases, self._folders = cache(self._bases), cache(self._folders)
+        self._files, self._stems = cache(self._files), cache(self._stems)
         self._real_bases = cache(lambda split: [base.resolve() for base in self._bases(split)])
 
-    def find_all(self, cells: list[str], split: str, place: Callable[[int], str]) -> list[str]:
-        """Find the files that cells name; those that are missing or lie outside the folders are one error."""
-        found = [self.find(cell, split) for cell in cells]
-        if missing := [f"{place(i)}: {cells[i] or '(empty)'}" for i, file in enumerate(found) if file is None]:
+    def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> list[str]:
+        """Find the files that an Arrow array names; those missing or outside the folders are one error."""
+        spans = (cells[start : start + _CHUNK] for start in range(0, len(cells), _CHUNK))
+        found = [self.find(cell, split) for span in spans for cell in span.to_pylist()]
+        if missing := [f"{place(i)}: {cells[i].as_py() or '(empty)'}" for i, file in enumerate(found) if file is None]:
             where = f"{self._images} and {self._folder}" if self._images else self._folder
             raise InputError(
                 f"files that are missing or not below {where}, {len(missing):,} (--set data.images=DIR names another "
                 f"folder): {first_few(missing)}"
             )
-        return list(filter(None, found))
+        return [file for file in found if file is not None]
 
     def find(self, cell: str, split: str) -> str | None:
         """Return the path of a file, or None."""
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for folder in self._folders(parent or slash, split):
-            if found := self._listed(folder, split).get(name):
-                return f"{folder}/{found}"
+            if found := self._files(folder, split).get(name) or self._stems(folder, split).get(name):
+                return found
         return None
 
     def _bases(self, split: str) -> list[Path]:
@@ -329,157 +345,151 @@ class _Locator:
         return [str(base / parent) for base in bases if self._is_inside(base / parent, split)]
 
     def _is_inside(self, path: Path, split: str) -> bool:
-        return any(map(path.resolve().is_relative_to, self._real_bases(split)))
+        real = Path(os.path.realpath(path))  # Path.resolve refuses circles of links
+        return any(map(real.is_relative_to, self._real_bases(split)))
 
-    def _listed(self, folder: str, split: str) -> dict[str, str]:
-        """Return name -> name of the files of a folder, and stem -> name where only one image has the stem."""
-        entries = visible(Path(folder)) if Path(folder).is_dir() else ()
-        files = [e for e in entries if e.is_file() and (not e.is_link() or self._is_inside(e.path, split))]
-        images = [(entry.name.rpartition(".")[0], entry.name) for entry in files if is_image_name(entry.name)]
-        count = Counter(stem for stem, _ in images)
-        return {stem: name for stem, name in images if count[stem] == 1} | {entry.name: entry.name for entry in files}
+    def _files(self, folder: str, split: str) -> dict[str, str]:
+        """Return name -> path of the files of a folder; empty if it cannot be read."""
+        files: dict[str, str] = {}
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:  # there may be millions
+                is_file, path = entry.is_file(follow_symlinks=False), entry.path
+                if is_file or (Path(path).is_file() and self._is_inside(Path(path), split)):
+                    files[entry.name] = path
+        return files
+
+    def _stems(self, folder: str, split: str) -> dict[str, str]:
+        """Return name without suffix -> path of the images of a folder; empty where several have one stem."""
+        stems: dict[str, str] = {}
+        for name, path in self._files(folder, split).items():
+            if is_image_name(name):
+                stem = name[: name.rindex(".")]
+                stems[stem] = "" if stem in stems else path
+        return stems
 
 
 # Reading
 
 
-@dataclass(frozen=True)
-class _List:
-    """A list file. Lines are counted for messages only."""
-
-    path: Path
-
-    def place(self, row: int) -> str:
-        """Return the start of a message about a row."""
-        return f"{self.path}: line {self._lines[row]}"
-
-    @cached_property
-    def _lines(self) -> list[int]:
-        return [line for line, _ in _rows(self.path)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The rows of one split: their numbers in the list, and the cells of each column."""
+    """The rows of one split: their numbers in the file, the image files, and Arrow arrays of labels and groups."""
 
-    list: _List
-    columns: _Columns
-    rows: Sequence[int]
-    cells: Sequence[Sequence[str]]
-    files: Sequence[str]
-
-    def place(self, i: int) -> str:
-        """Return the start of a message about a row."""
-        return self.list.place(self.rows[i])
+    text: _TextFile
+    rows: np.ndarray
+    files: list[str]
+    labels: list[Any]
+    groups: list[Any]
 
 
 def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> list; one list without a split in its name may have a column of splits."""
     parts: dict[str, _Part] = {}
     notes: list[str] = []
+    names: tuple[str, ...] = ()
     for name, file in files.items():
+        text, locator = _TextFile(file), _Locator(file.parent, options)
         try:
-            parts |= _read_list(name, file, options)
+            columns = _find_columns(text, locator, name or split_within(file.stem) or "train", options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
             notes.append(f"there is no {name} split: {error}")
-    parts = in_order(parts, path)
-    names = parts["train"].columns.label_names
-    groups: list[str] = []
-    seen: set[str] = set()
-    for part in parts.values():
-        if part.columns.label_names != names:
-            found = ", ".join(part.columns.label_names)
-            raise InputError(f"{part.list.path}: the columns of labels are {found}, elsewhere {', '.join(names)}")
-        if part.columns.group is not None:
-            groups += part.cells[part.columns.group]
-            if empty := [part.place(i) for i, group in enumerate(part.cells[part.columns.group]) if not group]:
-                raise InputError(first_few(f"{place}: the group is empty" for place in empty))
-        if repeated := [i for i, file in enumerate(part.files) if file in seen or seen.add(file)]:
-            notes.append(
-                f"rows that name the image of an earlier row: {len(repeated):,} (such as {part.place(repeated[0])}); "
-                "several labels of an image belong in one cell, such as cat|dog"
+            continue
+        if names and columns.label_names != names:
+            found = ", ".join(columns.label_names)
+            raise InputError(f"{file}: the columns of labels are {found}, elsewhere {', '.join(names)}")
+        names, cells = columns.label_names, text.columns()
+        rows = np.arange(int(columns.has_header), len(cells[0]))
+        if not len(rows):
+            raise InputError(f"{file}: {_EMPTY}")
+        splits = {name or "train": rows}
+        if not name and columns.split is not None:
+            splits = _split_rows(text, cells[columns.split], rows, columns.has_flags)
+        for split, own in splits.items():
+            files_of = cells[columns.file].take(own)
+            parts[split] = _Part(
+                text=text,
+                rows=own,
+                files=locator.find_all(files_of, split, lambda i, t=text, own=own: t.place(int(own[i]))),
+                labels=[cells[column].take(own) for column in columns.labels],
+                groups=[] if columns.group is None else cells[columns.group].take(own).to_pylist(),
             )
-    labels = _labels_of_cells(parts) if len(names) == 1 else _labels_of_columns(parts)
+    parts = in_order(parts, path)
+    every, starts = list(parts.values()), np.cumsum([0, *(len(part.rows) for part in parts.values())]).tolist()
+
+    def place(i: int) -> str:
+        number = bisect_right(starts, i) - 1
+        return every[number].text.place(int(every[number].rows[i - starts[number]]))
+
+    spans = {split: slice(*span) for split, span in zip(parts, pairwise(starts), strict=True)}
+    labels = _read_labels(
+        [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)], place
+    )
+    groups = [group for part in every for group in part.groups]
+    if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
+        raise InputError(first_few(empty))
+    seen: set[str] = set()
+    if again := [i for i, file in enumerate(chain(*(p.files for p in every))) if file in seen or seen.add(file)]:
+        notes.append(
+            f"rows that name the image of an earlier row: {len(again):,} (such as {place(again[0])}); several labels "
+            "of an image belong in one cell, such as cat|dog"
+        )
     return assemble(
         kind,
         path,
-        {split: (part.files, labels[split]) for split, part in parts.items()},
-        names=tuple(name.strip("'") for name in names) if len(names) > 1 else None,
+        {split: (part.files, labels[spans[split]]) for split, part in parts.items()},
+        names=tuple(name.strip("'") for name in names) if isinstance(labels, np.ndarray) else None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: parts[split].place(i),
-        subject=f"{parts['train'].list.path}: column {', '.join(names)}",
+        locate=lambda split, i: place(spans[split].start + i),
+        subject=f"{every[0].text.path}: column {', '.join(names)}",
         task=options.task,
         groups=groups or None,
     )
 
 
-def _read_list(name: str, file: Path, options: ReadOptions) -> dict[str, _Part]:
-    """Return the split that the file is of, or those of its column of splits."""
-    head, locator = list(islice(_rows(file), 2)), _Locator(file.parent, options)
-    columns = _find_columns(file, head, locator, name or split_within(file.stem) or "train", options)
-    every = _read_columns(file, len(head[0][1]))
-    rows: Sequence[int] = range(columns.has_header, len(every[0]))
-    if not rows:
-        raise InputError(f"{file}: {_EMPTY}")
-    here, splits = _List(file), {name or "train": rows}
-    if not name and columns.split is not None:
-        splits = _split_rows(here, rows, every[columns.split], columns.has_flags)
-    parts = {}
-    for split, own in splits.items():
-        cells = [[column[row] for row in own] for column in every]
-        files = locator.find_all(cells[columns.file], split, lambda i, own=own: here.place(own[i]))
-        parts[split] = _Part(list=here, columns=columns, rows=own, cells=cells, files=files)
-    return parts
-
-
-def _split_rows(here: _List, rows: Sequence[int], cells: list[str], has_flags: bool) -> dict[str, Sequence[int]]:
+def _split_rows(text: _TextFile, cells: Any, rows: np.ndarray, has_flags: bool) -> dict[str, np.ndarray]:
     """Divide rows by the column of splits, or of false and true for training and validation."""
     meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if has_flags else {}
-    split_in = {cell: meaning.get(cell.lower()) or split_of(cell) for cell in set(cells)}
-    if unknown := next((row for row in rows if split_in[cells[row]] is None), None):
-        need = "true or false" if has_flags else "train, valid or test"
-        raise InputError(f"{here.place(unknown)}: unknown split {cells[unknown]!r}; write {need}")
-    splits: defaultdict[str, list[int]] = defaultdict(list)
-    for row in rows:
-        splits[split_in[cells[row]] or ""].append(row)
-    return dict(splits)
+    encoded = cells.take(rows).dictionary_encode()
+    codes, splits = encoded.indices.to_numpy(), []
+    for code, cell in enumerate(encoded.dictionary.to_pylist()):
+        split = meaning.get(cell.lower()) or split_of(cell)
+        if split is None:
+            place = text.place(int(rows[np.argmax(codes == code)]))
+            need = "true or false" if has_flags else "train, valid or test"
+            raise InputError(f"{place}: unknown split {cell!r}; write {need}")
+        splits.append(split)
+    split_of_row = np.array(splits)[codes]
+    return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
 
 
-def _labels_of_cells(parts: dict[str, _Part]) -> dict[str, list[object]]:
-    """Return the labels of the only column: texts, or lists."""
-    cells = {split: part.cells[part.columns.labels[0]] for split, part in parts.items()}
-    known = dict.fromkeys(chain.from_iterable(cells.values()))
-    if all(map(_ROW_OF_FLAGS.fullmatch, known)):
-        longest = max(map(len, known))
-        if short := [f"{parts[s].place(i)}: {t}" for s in cells for i, t in enumerate(cells[s]) if len(t) < longest]:
-            raise InputError(f"{first_few(short)}; elsewhere there are {longest // 2 + 1} numbers of 0 and 1")
-        values: dict[str, object] = {text: list(map(int, text[::2])) for text in known}
-    else:
-        values = {text: _list_in(text) for text in known}
-    return {split: [values[text] for text in texts] for split, texts in cells.items()}
+def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+    """Read a column of labels, or several of 0 and 1 that are named after classes as int8 [rows, columns]."""
+    encoded = [column.dictionary_encode() for column in columns]
+    texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
+    if len(columns) == 1:
+        if not all(map(_ROW_OF_FLAGS.fullmatch, texts[0])):
+            return DistinctLabels(list(map(_list_in, texts[0])), codes[0])
+        lengths = np.array(list(map(len, texts[0])))
+        if short := np.flatnonzero((lengths < lengths.max())[codes[0]]).tolist():
+            lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
+            raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
+        return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
+    tables = (np.array([_FLAGS.get(text.lower(), -1) for text in some], np.int8) for some in texts)
+    flags = np.stack([table[own] for table, own in zip(tables, codes, strict=True)], axis=1)
+    if wrong := np.argwhere(flags < 0).tolist():
+        found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
+        lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
+        raise InputError(f"{lines}; write 0 or 1, or several names in one column, such as cat|dog")
+    return flags
 
 
-def _list_in(cell: str) -> object:
+def _list_in(cell: str) -> Any:
     """Parse a list in a cell, written in JSON or by Python; other cells are text."""
     if cell[:1] == "[" and cell[-1:] == "]":
         for text in (cell, cell.replace("'", '"')):
             with suppress(ValueError, RecursionError):
                 return json.loads(text)
     return cell
-
-
-def _labels_of_columns(parts: dict[str, _Part]) -> dict[str, np.ndarray]:
-    """Return columns of 0 and 1 that are named after classes, int8 [rows, columns]."""
-    labels, wrong = {}, []
-    for split, part in parts.items():
-        cells = [part.cells[number] for number in part.columns.labels]
-        flags = np.array([[_FLAGS.get(cell.lower(), -1) for cell in column] for column in cells], np.int8).T
-        wrong += [f"{part.place(i)}: {cells[column][i] or '(empty)'}" for i, column in np.argwhere(flags < 0).tolist()]
-        labels[split] = flags
-    if wrong:
-        lines = first_few(f"{text} in a column of 0 and 1" for text in wrong)
-        raise InputError(f"{lines}; write 0 or 1, or several names in one column, such as cat|dog")
-    return labels
