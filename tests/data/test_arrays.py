@@ -173,7 +173,8 @@ BYTES = LABELS.astype(np.uint8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b[:-1], r"has 135 bytes where its header \(shape \[6, 5, 4\]\) says 136; get it again"),
+        (lambda b: b[:-1], r"is shorter than its header says \(shape \[6, 5, 4\], 120 bytes\)"),
+        (lambda b: b + b"x", "is longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
         (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
         (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "train has 5 images but 6 labels"),

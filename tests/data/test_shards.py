@@ -27,6 +27,8 @@ def test_braces_stand_for_ranges_and_alternatives():
     assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
     with pytest.raises(InputError, match="more than 100,000 files"):
         expand_braces(Path("{0..999999999}{0..999999999}.tar"))
+    with pytest.raises(InputError, match=r"stands for no files; write ranges as \{0\.\.9\}"):
+        expand_braces(Path("{9..0}.tar"))
 
 
 def test_a_pattern_of_shards(tmp_path: Path):

@@ -380,7 +380,7 @@ def _damage_refused() -> Iterator[None]:
     except (BadImage, MemoryError):
         raise
     except Exception as error:
-        raise BadImage(f"is truncated or damaged: {error}") from None
+        raise BadImage(f"is truncated or damaged, or needs another package: {error}") from None
 
 
 def _orientation_of(image: Image.Image) -> int:

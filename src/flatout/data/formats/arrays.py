@@ -177,20 +177,21 @@ def read_idx(path: Path) -> np.ndarray:
     """Read an IDX file, compressed with gzip or not, as an array in the machine's byte order."""
     with reading(path), open_decompressed(path) as file:
         stream = LimitedStream(file, path)
-        content = b"".join(iter(lambda: stream.read(1 << 20), b""))
-    # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
-    magic = content[:4]
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
-        raise InputError(f"{path}: is not an IDX file (it starts with {magic.hex(' ') or 'nothing'})")
-    start, dtype = 4 + 4 * magic[3], np.dtype(_IDX_TYPES[magic[2]])
-    shape = [int.from_bytes(content[i : i + 4]) for i in range(4, start, 4)]
-    need = start + math.prod(shape) * dtype.itemsize
-    if len(content) != need:
-        raise InputError(
-            f"{path}: has {len(content):,} bytes where its header (shape {shape}) says {need:,}; get it again"
-        )
-    array = np.frombuffer(content, dtype=dtype, offset=start)
-    return array.astype(dtype.newbyteorder("="), copy=False).reshape(shape)
+        # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
+        magic = stream.read(4)
+        if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
+            raise InputError(f"{path}: is not an IDX file (it starts with {magic.hex(' ') or 'nothing'})")
+        header, dtype = stream.read(4 * magic[3]), np.dtype(_IDX_TYPES[magic[2]])
+        shape = [int.from_bytes(header[i : i + 4]) for i in range(0, 4 * magic[3], 4)]
+        size, content = math.prod(shape) * dtype.itemsize, bytearray()
+        # In blocks, so that a wrong header cannot exhaust memory.
+        while len(content) <= size and (block := stream.read(1 << 20)):
+            content += block
+    is_short = len(header) < 4 * magic[3] or len(content) < size
+    if is_short or len(content) > size:
+        what = f"is {'shorter' if is_short else 'longer'} than its header says"
+        raise InputError(f"{path}: {what} (shape {shape}, {size:,} bytes); get it again")
+    return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)
 
 
 # The binary version of CIFAR-10 and CIFAR-100: https://www.cs.toronto.edu/~kriz/cifar.html
@@ -267,9 +268,9 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
         except (UnicodeDecodeError, ijson.JSONError) as error:
             what = f"the file ends in the middle or is not JSON: {first_line(error)}"
             raise InputError(f"{path}: {what}; {_JSON_LAYOUT}") from None
-    if len(pairs) != len(SPLITS) or not all(pair.count for pair in pairs):
+    if (count := sum(bool(pair.count) for pair in pairs)) != len(SPLITS):
         fix = "a list of JSON objects is read from a .jsonl file, one on each line"
-        raise InputError(f"{path}: holds {len(pairs)} pairs; {_JSON_LAYOUT}; {fix}")
+        raise InputError(f"{path}: holds {count} pairs with images; {_JSON_LAYOUT}; {fix}")
     # The training images determine the scale: a few dark test images could suggest another.
     first = pairs[0].images()
     scale = value_range(float(first.min()), float(first.max()), path, signed=True)

@@ -101,8 +101,9 @@ def expand_braces(path: Path) -> list[Path]:
             parts.append([f"{number:0{len(match[1])}}" for number in numbers])
         else:
             parts.append(text.split(",") if i % 2 else [text])
-    if math.prod(map(len, parts)) > _MAX_PATHS:
-        raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
+    if not 0 < (count := math.prod(map(len, parts))) <= _MAX_PATHS:
+        what = f"more than {_MAX_PATHS:,} files; give their folder" if count else "no files; write ranges as {0..9}"
+        raise InputError(f"{path}: stands for {what}")
     return [Path("".join(names)) for names in product(*parts)]
 
 
