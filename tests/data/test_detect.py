@@ -47,7 +47,9 @@ def test_digits_need_no_file():
     [
         ("a.png", "missing", "missing: there is no such file"),
         (".DS_Store", ".", "nothing that flatout recognises. It reads a folder for each class"),
-        ("train/a.png", ".", "nothing that flatout recognises"),
+        ("train/a.txt", ".", "nothing that flatout recognises"),
+        ("train/a.png", ".", "holds images but nothing that names their classes; sort them"),
+        ("a.png", "a.png", "holds images but nothing that names their classes; sort them"),
         ("a.rar", "a.rar", r"a\.rar: holds nothing that flatout recognises.*a \.zip or \.tar archive of one of these"),
         ("train-images-idx3-ubyte", "train-images-idx3-ubyte", "is one file of an IDX set; give its folder"),
     ],

@@ -52,6 +52,12 @@ def test_compressed_shards_are_refused(tmp_path: Path):
         read(tmp_path / "a.tfrecord.gz")
 
 
+def test_concatenated_tar_files_are_read_to_the_end(tmp_path: Path) -> None:
+    first, second = (shard(tmp_path / f"{i}", {f"{i}.png": png(), f"{i}.cls": b"%d" % i}) for i in range(2))
+    c.write(tmp_path / "both.tar", first.read_bytes() + second.read_bytes())
+    assert len(read(tmp_path / "both.tar")) == 2
+
+
 # --- labels ---
 
 LABELS = [["cat", "dog"], ["dog"], [], ["cat"]]

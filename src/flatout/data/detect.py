@@ -46,6 +46,10 @@ _EXPECTED = (
     ".npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, packs, and a "
     ".zip or .tar archive of one of these, given itself"
 )
+_NO_CLASSES = (
+    "holds images but nothing that names their classes; sort them into a folder for each class, or list them in a CSV "
+    "file with rows of file,label"
+)
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
 # Recipe keys that affect what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
@@ -95,7 +99,8 @@ def recognise(
         read = _ArchiveReader(path, class_list if options.classes else None, options, report)
         found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
     if found is None:
-        raise InputError(f"{path}: {_EXPECTED}")
+        is_photos = folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name)
+        raise InputError(f"{path}: {_NO_CLASSES if is_photos else _EXPECTED}")
     found = replace(found, task=task)
     if not found.inputs:
         return found
