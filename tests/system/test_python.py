@@ -162,6 +162,7 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
     ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
     ({"class_weights": {"0": -1.0}}, "class_weights = .*must be at least 0"),
+    ({"transform": v2.functional.to_pil_image}, r"returned Image; images are tensors, torch.float32 \[1, 8, 8\] in"),
     ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
     ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
     ({"transform": "flip"}, "transform: 'f' is not a function of images"),

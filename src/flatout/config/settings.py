@@ -14,7 +14,6 @@ from flatout.utils.errors import InputError
 # Height and width in pixels; one number if they are equal.
 Size = int | tuple[int, int]
 
-
 # Other libraries' names of our recipe keys, flags and devices.
 _ALIASES = {
     "learning_rate": "lr",

@@ -172,6 +172,7 @@ def measure_dataset(
 
 
 def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int, str, str]:
+    """Return the usual shorter side, pixels, width / height (1 if shapes differ), channels, `data.resize` and why."""
     headers = read_headers(files)
     if not headers:
         raise InputError(f"none of the images sampled can be read, such as {files[0]}; flatout check says why")
@@ -317,6 +318,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
 
 
 def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size, int, int]]:
+    """Return image sizes and widths of fast-cnn, the fastest first, and the epochs that each needs."""
     least = next(width for classes, width in MIN_WIDTHS if facts.classes <= classes)
     widths = (int(model.rpartition("-")[2]),) if model else WIDTHS
     few = [(width, enough // FEWER if width <= least else enough) for width in widths]

@@ -99,7 +99,7 @@ class CallbackRunner:
     def end(self, failure: Exception | None) -> Exception | None:
         """Call `on_end`; return `failure`, or a callback's failure."""
         try:
-            self._call("on_end", read_summary(self._context.run_dir, {}))
+            self._call("on_end", read_summary(self._context.run_dir, {}) if self._callbacks else {})
         except CallbackFailed as error:
             return failure or error
         return failure
@@ -318,8 +318,8 @@ class PerImage:
         return (torch.stack([self._changed(image) for image in images]) - mean) / std
 
     def _changed(self, image_CHW: "Tensor") -> "Tensor":
-        def described(value: object) -> str:
-            return f"{value.dtype} {[*value.shape]}" if isinstance(value, type(image_CHW)) else type(value).__name__
+        def described(value: Any) -> str:
+            return f"{value.dtype} {[*value.shape]}" if hasattr(value, "dtype") else type(value).__name__
 
         wanted = described(image_CHW)
         takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"

@@ -13,6 +13,7 @@ from flatout.engine.devices import engine_for, parse_devices
 from flatout.engine.factory import speeds_on
 from flatout.inference.run import Ensemble, Run, load
 from flatout.models.build import copied
+from flatout.models.keras import KerasModule, is_keras
 from flatout.train import run_dir
 from flatout.train.callbacks import Callback, callbacks_of, user_functions
 from flatout.train.recipes import resolve
@@ -91,8 +92,7 @@ def fit(
         TrainingFailed: training cannot continue; the weights of the last good epoch are in the run folder.
     """
     began = time.perf_counter()
-    # These import torch, which takes seconds.
-    from flatout.models.keras import KerasModule, is_keras
+    # Imported here: its time belongs to the run.
     from flatout.train.run import train
 
     process = launched()

@@ -1,7 +1,7 @@
 """The first stage of a run from published weights: features of all images, and a linear head fitted to them.
 
 It is solved by L-BFGS, regularised by cross-validation. Fine-tuning from it distorts the features less than from a
-random head (Kumar et al., arXiv 2202.10054). Shapes: N images, F features, K outputs.
+random head (Kumar et al., arXiv 2202.10054). Shapes: N images, V views, F features, K outputs.
 """
 
 import contextlib
@@ -173,6 +173,7 @@ class _Problem:
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
     def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         return weight.numpy(), (head[-1] - weight @ self._mean).numpy()
 

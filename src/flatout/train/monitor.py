@@ -103,7 +103,7 @@ class Monitor(LoopHooks):
         return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, unless the newest one is of the same step."""
+        """Write a checkpoint, unless the newest one is of the same step. All ranks call this."""
         progress, context = self._progress, self.context
         position, self._is_requested = (progress.epoch, progress.step), False
         if position == self._saved_position:
