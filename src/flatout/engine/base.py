@@ -1,13 +1,19 @@
 """The engine protocol: the interface between the training loop and any number of devices."""
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from flatout.data.batches import Batch, Split
 from flatout.tasks import Task
+
+if TYPE_CHECKING:
+    from flatout.train.progress import Progress
 
 Keep = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +42,32 @@ class Counts:
 
 
 NO_COUNTS = Counts()
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Writes `logs/rank-N.samples.jsonl`: each step's samples and draws, if the environment has FLATOUT_RECORD=1.
+
+    The lines of a step, joined in rank order, are the same on any number of devices.
+    """
+
+    path: Path
+    progress: "Progress"  # kept up to date by the training loop
+
+    @classmethod
+    def if_requested(cls, logs: Path, rank: int, progress: "Progress") -> "Recorder | None":
+        """Return the recorder of a rank, or None."""
+        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
+            return None
+        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
+
+    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
+        """Write the line of a step, see `DeviceDataset.draws`."""
+        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
+        if transforms:
+            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +129,13 @@ class DeviceDataset(Protocol):
 
     def train_step(self, inputs: Any, learning_rate: float, seed: int) -> None:
         """Update the engine's state from one batch; `seed` determines dropout."""
+
+    def draws(self, inputs: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return this process's samples in a training batch, int64 [B] without padding, and their augmentation.
+
+        The latter are rows [B, ...] of the tables of `augment.epoch_transforms`.
+        """
+        ...
 
     def evaluate(
         self,

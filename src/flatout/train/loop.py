@@ -31,6 +31,9 @@ class LoopHooks:
         """Return the flags to send to all processes with the next step."""
         return Flag.NONE
 
+    def begin_step(self, train: DeviceDataset, inputs: object) -> None:
+        """Called before every step with its inputs."""
+
     def step(self) -> None:
         """Called after every step."""
 
@@ -112,6 +115,7 @@ class _Loop:
         for inputs in clock.waiting(train.feed(batches)):
             rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
             control.request(self.hooks.flags())
+            self.hooks.begin_step(train, inputs)
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)

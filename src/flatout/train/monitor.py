@@ -14,6 +14,7 @@ import psutil
 
 from flatout.config import Recipe
 from flatout.distributed.world import Control, Flag
+from flatout.engine.base import DeviceDataset, Recorder
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
@@ -48,6 +49,7 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
+        self._recorder = Recorder.if_requested(context.run_dir / run_files.LOGS, world.rank, progress)
         live = context.run_dir / run_files.LIVE
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 
@@ -66,6 +68,10 @@ class Monitor(LoopHooks):
         if self.context.world.is_main and self._budget and self._budget.is_due():
             flags |= Flag.REPLAN
         return flags
+
+    def begin_step(self, train: DeviceDataset, inputs: object) -> None:
+        if self._recorder:
+            self._recorder.step(*train.draws(inputs))
 
     def step(self) -> None:
         progress, recipe = self._progress, self.context.recipe

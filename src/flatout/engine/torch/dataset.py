@@ -193,6 +193,11 @@ class TorchDataset:
                     rows=columns if batch is chunk[0] else None,
                 )
 
+    def draws(self, inputs: Step) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        samples = inputs.batch.samples[: inputs.batch.count]
+        rows = self.source.transforms_of(torch.from_numpy(samples).to(self._engine.device))
+        return samples, {name: values.cpu().numpy() for name, values in rows.items()}
+
     def train_step(self, inputs: Step, learning_rate: float, seed: int) -> None:
         inputs.begin()
         self._engine.train_step(self.source, inputs, learning_rate, seed)

@@ -178,6 +178,12 @@ class XlaDataset:
             sample_weights=self._sample_weights if is_training else None,
         )
 
+    def draws(self, inputs: tuple[Group, int]) -> tuple[np.ndarray, Transforms]:
+        (batches, _), step = inputs
+        batch, own = batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
+        samples = batch.samples[own.start : min(own.stop, batch.count)]
+        return samples, {name: table[samples] for name, table in (self._transforms or {}).items()}
+
     def train_step(self, inputs: tuple[Group, int], learning_rate: float, seed: int) -> None:
         """See `DeviceDataset.train_step`. Steps wait until their dispatch is full."""
         (batches, _), step = inputs
