@@ -40,7 +40,7 @@ def launched() -> Launched | None:
         local_size = size // (_number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1)
     needed = ["MASTER_ADDR", "MASTER_PORT"] + [names[3]] * (local_rank is not None and local_size is None)
     if missing := [name for name in needed if size > 1 and name not in os.environ]:
-        raise InputError(f"{names[0]} is set, but {missing[0]} is not: the launcher of the ranks must set it")
+        raise InputError(f"{names[0]} is set, but {missing[0]} is not: set it in the script that starts the ranks")
     return Launched(
         rank=rank,
         size=size,
@@ -81,7 +81,7 @@ class Hosts:
 
     nodes: str = "1"
     rendezvous: str = ""
-    timeout: float = 120.0
+    timeout: float = 120.0  # seconds
 
     def __post_init__(self) -> None:
         parts = self.nodes.split(":")

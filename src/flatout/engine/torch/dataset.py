@@ -321,7 +321,8 @@ class _Results:
         """Add a batch; return the positions of its samples, without padding."""
         engine, rows = self._engine, inputs.samples[: inputs.batch.count]
         logits = logits[: len(rows)]
-        self._loss_sum += engine.losses.of(engine.task, logits, source.targets.index_select(0, rows)).sum()
+        if len(rows):  # the user's loss need not take the empty batch of a rank
+            self._loss_sum += engine.losses.of(engine.task, logits, source.targets.index_select(0, rows)).sum()
         for name, function in self._kinds.items():
             self.rows[name].put(rows, function(logits))
         return rows

@@ -103,10 +103,10 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
         ) from error
     if wanted > len(found):
         fix = (
-            "JAX was started in this process with that number, which cannot change; start the process with "
+            "; JAX was started in this process with that number, which cannot change; start the process with "
             f"JAX_NUM_CPU_DEVICES={wanted} in its environment"
         )
-        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available; {fix if kind == 'cpu' else ''}")
+        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available{fix if kind == 'cpu' else ''}")
     return [found[index] for index in indices]
 
 

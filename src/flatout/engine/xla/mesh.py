@@ -31,7 +31,7 @@ class MeshSharding:
         self._stacked = NamedSharding(self._mesh, PartitionSpec(None, AXIS))
 
     def padded(self, batch: int) -> int:
-        """Return the next larger number of samples that the devices can share equally."""
+        """Return the smallest number of samples, at least `batch`, that the devices can share equally."""
         return -(-batch // self.size) * self.size
 
     @property
