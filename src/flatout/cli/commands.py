@@ -12,7 +12,6 @@ from flatout.analysis import check_free, default_folder, make_folder
 from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, load_recipe, with_settings
 from flatout.config.settings import Size, collapse_size, nearest, parse_setting
 from flatout.distributed.environment import Hosts
-from flatout.train.recipes import is_of_job, resolve, start_of
 from flatout.utils.console import Console, aligned
 from flatout.utils.errors import InputError
 
@@ -95,6 +94,7 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.train import run_dir
     from flatout.train.callbacks import callbacks_of
+    from flatout.train.recipes import resolve, start_of
     from flatout.train.request import Options, TrainRequest, check
 
     engine = engine_for(args.devices, args.engine)
@@ -137,6 +137,8 @@ def do_train(args: Namespace, console: Console) -> None:
 
 def _job_to_resume(args: Namespace) -> str | Path:
     """Return the recipe in --out if it exists, else the job, so that a loop can repeat one command."""
+    from flatout.train.recipes import is_of_job
+
     if args.out is None:
         raise InputError("--resume needs --out, the run folder to continue")
     recipe = args.out / "recipe.toml"
@@ -181,6 +183,7 @@ def _measured_job(
 ) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
     """Return recipe, data and options of a job to measure; `more` goes to `resolve`."""
     from flatout.engine.devices import engine_for, parse_devices
+    from flatout.train.recipes import resolve
     from flatout.train.request import Options
 
     engine = engine_for(args.devices, args.engine)
