@@ -245,6 +245,7 @@ def test_other_tensors_beside_a_model_under_a_prefix_are_left_out(run):
         (lambda images, logits: (images, np.full_like(logits, np.nan)), 2),
         (lambda images, logits: (images, np.zeros((len(images), 4))), 2),
         (lambda images, logits: (np.array([None]), logits), 2),
+        (lambda images, logits: (images[:0], logits[:0]), 2),
     ],
 )
 def test_the_check_compares_logits(run, change, code: int):
@@ -256,6 +257,16 @@ def test_the_check_compares_logits(run, change, code: int):
     assert found == code
     assert code == 0 or "a.npz" in message
     assert Path("w.safetensors").exists() == (code == 0)
+
+
+def test_a_file_without_a_head_has_no_logits_to_check(run):
+    state = small(3).state_dict()
+    torch.save({name: state[name] for name in list(state)[:-2]}, "f.pt")
+    words = ("f.pt", "--model", SMALL, "--size", "12", "--classes", "3", "--out", "w.safetensors")
+    code, _, message = run(*words, "--check", FIXTURES / "keras-small.npz")
+    assert code == 2
+    assert "has no head of the model" in message
+    assert not Path("w.safetensors").exists()
 
 
 # --- layouts ---

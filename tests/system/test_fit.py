@@ -1,6 +1,7 @@
 """The Python interface: modules, arrays and data sets of the user's."""
 
 import functools
+import io
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
     ("images", "message"),
     [
         (3, "int given; give files, folders, PIL images, arrays or tensors"),
+        (io.BytesIO(b"content"), "BytesIO given; give files"),
         ([3], "item 0 is of int"),
+        ([io.BytesIO(b"content")], "item 0 is of BytesIO"),
         (b"no image", "0: is not an image"),
         (np.full((2, 10, 10), 300.0), "0..1 or 0..255"),
         ([], "no image to classify"),

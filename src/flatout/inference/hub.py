@@ -277,7 +277,9 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
 
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
-    result = describe_metrics(split, summary) if split else "it has not been tested"
+    result = "it has not been tested"
+    if split:
+        result = describe_metrics(split, summary).replace("valid ", "validation ", 1)
     machine = summary.get("machine") or {}
     facts = {
         "task": run.task.name,

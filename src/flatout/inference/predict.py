@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from flatout.config.settings import nearest
 from flatout.data.decode import decode_image
@@ -242,17 +243,17 @@ def _row(one: Prediction, *, numbered: bool) -> dict[str, Any]:
 
 def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
-    if isinstance(images, np.ndarray) or hasattr(images, "detach"):
+    if isinstance(images, np.ndarray | torch.Tensor):
         yield from _rows(images, recipe)
         return
     if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
         images = [images]
-    if not isinstance(images, Iterable) or isinstance(images, Mapping):
+    if not isinstance(images, Iterable) or isinstance(images, Mapping | io.IOBase):
         raise InputError(f"images: {type(images).__name__} given; give files, folders, PIL images, arrays or tensors")
     for i, image in enumerate(images):
         if isinstance(image, str | Path):
             yield from ((str(file), file) for file in _files(Path(image)))
-        elif isinstance(image, bytes | np.ndarray) or hasattr(image, "convert") or hasattr(image, "detach"):
+        elif isinstance(image, bytes | np.ndarray | torch.Tensor) or hasattr(image, "convert"):
             yield str(i), image
         else:
             raise InputError(f"images: item {i} is of {type(image).__name__}; give a file, a PIL image or an array")
@@ -260,7 +261,7 @@ def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
 
 def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
-    if hasattr(images, "detach"):
+    if isinstance(images, torch.Tensor):
         images = images.detach().cpu().numpy()
     channels = recipe.channels
     ends = (images.shape[0], images.shape[-1]) if channels > 1 else images.shape[-1:]

@@ -65,6 +65,8 @@ def convert(
             raise
         hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
         raise InputError(f"{error}; {hint}", error.details) from None
+    if check and not fitted.head_fits:
+        raise InputError(f"--check {check}: the file has no head of the model, so it has no logits to compare")
     difference, absolute = _difference(model, recipe.channels, check) if check else (None, None)
     state = model.state_dict()
     if not fitted.head_fits:
@@ -143,7 +145,7 @@ def _difference(model: nn.Module, channels: int, check: Path) -> tuple[float, fl
             images = images.permute(0, 3, 1, 2)
         with torch.no_grad():
             logits = torch.cat([model.eval()(part) for part in images.split(16)]).double()
-        if logits.shape != expected.shape:
+        if logits.shape != expected.shape or not len(logits):
             raise ValueError(f"the model gives {list(logits.shape)}, the file has {list(expected.shape)}")
     except Exception as error:  # a damaged file, or images that the model does not take, can raise anything
         need = "an .npz file with images [N, C, H, W] or [N, H, W, C], as the model takes them, and its logits [N, K]"

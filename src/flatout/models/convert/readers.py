@@ -337,8 +337,10 @@ def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[
             roles = list(_NORM)[2 if len(datasets) == 2 else 0 :]
             if len(datasets) == 3:
                 roles.remove("beta" if config.get("scale") else "gamma")
-        else:
-            roles = ["kernel", "bias", *(f"variable_{i}" for i in range(2, len(datasets)))]
+        elif len(datasets) <= 2 and len(datasets[0].shape) >= 2:
+            roles = ["kernel", "bias"]
+        else:  # such as the mean, variance and count of a Normalization layer, which is no batch norm
+            roles = [f"variable_{i}" for i in range(len(datasets))]
         yield from ((f"{name}.{role}", dataset) for role, dataset in zip(roles, datasets, strict=False))
 
 
