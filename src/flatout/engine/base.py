@@ -1,19 +1,13 @@
 """The engine protocol: the interface between the training loop and any number of devices."""
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flatout.data.batches import Batch, Split
 from flatout.tasks import Task
-
-if TYPE_CHECKING:
-    from flatout.train.progress import Progress
 
 Keep = Callable[[np.ndarray], np.ndarray]
 
@@ -42,32 +36,6 @@ class Counts:
 
 
 NO_COUNTS = Counts()
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """Writes `logs/rank-N.samples.jsonl`: each step's samples and draws, if the environment has FLATOUT_RECORD=1.
-
-    The lines of a step, joined in rank order, are the same on any number of devices.
-    """
-
-    path: Path
-    progress: "Progress"  # kept up to date by the training loop
-
-    @classmethod
-    def if_requested(cls, logs: Path, rank: int, progress: "Progress") -> "Recorder | None":
-        """Return the recorder of a rank, or None."""
-        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
-            return None
-        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
-
-    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
-        """Write the line of a step, see `DeviceDataset.draws`."""
-        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
-        if transforms:
-            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -383,12 +383,15 @@ def fit_to_features(
             groups=None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names]),
             has_bias=head.has_bias,
             seed=recipe.seed,
-            strength=like and like.strength,
+            strength=like.strength if like else None,
             temperature=like.temperature if like else 1.0,
         )
 
-    fitted = world.from_main(lambda: fit(names))
-    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs else None
+    def fit_all() -> tuple[FittedHead, FittedHead | None]:
+        fitted = fit(names)
+        return fitted, fit(("train",), fitted) if recipe.epochs else None
+
+    fitted, training_only = world.from_main(fit_all)
     stage = HeadStage(
         task=task,
         head=head,

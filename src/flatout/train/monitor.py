@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import psutil
 
 from flatout.config import Recipe
 from flatout.distributed.world import Control, Flag
-from flatout.engine.base import DeviceDataset, Recorder
+from flatout.engine.base import DeviceDataset
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
@@ -31,6 +33,32 @@ CHECKPOINT_SECONDS = 10.0
 RECORDED_LOSSES = 100
 # Seconds between lines: at least this many, and this share of the time since the first.
 LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """Writes `logs/rank-N.samples.jsonl`: each step's samples and draws, if the environment has FLATOUT_RECORD=1.
+
+    The lines of a step, joined in rank order, are the same on any number of devices.
+    """
+
+    path: Path
+    progress: Progress  # kept up to date by the training loop
+
+    @classmethod
+    def if_requested(cls, logs: Path, rank: int, progress: Progress) -> "Recorder | None":
+        """Return the recorder of a rank, or None."""
+        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
+            return None
+        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
+
+    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
+        """Write the line of a step, see `DeviceDataset.draws`."""
+        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
+        if transforms:
+            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Monitor(LoopHooks):
