@@ -204,8 +204,10 @@ class UpdateRule:
 def to_torch(state: OptimizerState) -> dict[str, np.ndarray]:
     """Return the optimizer state in torch's layout: arrays by `NAME.KEY`, none before the first step."""
     arrays: dict[str, np.ndarray] = {}
-    for key in state if int(state["count"]) else ():
-        for name, value in state[key].items() if key != "count" else ():
+    if not int(state["count"]):
+        return arrays
+    for key, kept in _arrays_by_key(state).items():
+        for name, value in kept.items():
             arrays[f"{name}.{key}"] = np.asarray(value)
             if key != "momentum_buffer":
                 arrays[f"{name}.step"] = np.asarray(state["count"], np.float32)
@@ -214,12 +216,14 @@ def to_torch(state: OptimizerState) -> dict[str, np.ndarray]:
 
 def from_torch(state: OptimizerState, arrays: Mapping[str, np.ndarray]) -> OptimizerState:
     """Return a state of the same structure with torch's optimizer state; zero where that is missing."""
-    new: OptimizerState = {"count": np.int32(0)}
-    for key, zeros in state.items():
-        if key == "count":
-            continue
+    count, new = 0, {}
+    for key, zeros in _arrays_by_key(state).items():
         new[key] = {name: arrays.get(f"{name}.{key}", np.zeros(v.shape, v.dtype)) for name, v in zeros.items()}
         # Plain momentum has no step count; a state implies at least one step.
         steps = [int(arrays.get(f"{name}.step", np.float32(f"{name}.{key}" in arrays))) for name in zeros]
-        new["count"] = np.int32(max([int(new["count"]), *steps]))
-    return new
+        count = max([count, *steps])
+    return {"count": np.int32(count), **new}
+
+
+def _arrays_by_key(state: OptimizerState) -> dict[str, Arrays]:
+    return {key: arrays for key, arrays in state.items() if key != "count"}
