@@ -149,10 +149,7 @@ def test_where_the_images_live_changes_nothing(placement: str, usual: Usual, tmp
     np.save(tmp_path / "images.npy", samples.images)
     mapped = Split(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=samples.rows, labels=samples.labels)
     found = engine_weights(make_net(), mapped, USUAL.override({"data.placement": placement}), usual.engine)
-    # To the bit; XLA compiles another program, which may round otherwise.
-    exact = 0.0 if usual.engine == "torch" else 1e-6
-    for key, value in usual.weights.items():
-        torch.testing.assert_close(found[key], value, rtol=exact, atol=exact)
+    assert all(torch.equal(value, found[key]) for key, value in usual.weights.items())
 
 
 def small_net() -> nn.Module:

@@ -176,10 +176,12 @@ class UpdateRule:
         count, directions = state["count"] + 1, {}
         new: OptimizerState = {"count": count, **{key: {} for key in self._keys}}
         for name, gradient in gradients.items():
-            decay = self._decay * parameters[name]
             kept = [state[key][name] for key in self._keys]
-            direction, kept = self._direct(gradient if self._name == "adamw" else gradient + decay, kept, count)
-            directions[name] = direction + decay if self._name == "adamw" else direction
+            if self._decay and self._name != "adamw":
+                gradient = gradient + self._decay * parameters[name]
+            directions[name], kept = self._direct(gradient, kept, count)
+            if self._decay and self._name == "adamw":
+                directions[name] = directions[name] + self._decay * parameters[name]
             for key, value in zip(self._keys, kept, strict=True):
                 new[key][name] = value
         return directions, new
