@@ -43,8 +43,8 @@ PARTS = {
     1: Part(name="machine", limit=30, about="versions, copies, matrix products, launches of graphs"),
     2: Part(name="tests", limit=120, about="recorded steps against eager ones; tests/engine/test_cuda.py"),
     3: Part(name="command", limit=60, about="flatout train fashion-mnist: phases, seconds, accuracy"),
-    4: Part(name="fashion-step", limit=90, about="precision, memory format, eager, graph, compiled; kernels"),
-    5: Part(name="resnet50", limit=170, about="224 pixels from device, memory and disk; compiled; kernels, memory"),
+    4: Part(name="fashion-step", limit=90, about="precision; eager, graph, tuned graph; kernels"),
+    5: Part(name="resnet50", limit=170, about="224 pixels from device, memory and disk; tuned; kernels, memory"),
     6: Part(name="fast-cnn", limit=60, about="full and padded step, evaluation"),
     7: Part(name="recovery", limit=60, about="a capture that fails; two ranks on one GPU"),
 }

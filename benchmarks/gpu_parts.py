@@ -121,9 +121,7 @@ class Training:
     Args:
         samples: random images.
         net: the model; None for the recipe's, always with the same weights.
-        capture: whether the step may be recorded.
-        is_compiled: whether torch compiles the model.
-        is_nchw: whether the model's tensors have channels first instead of last.
+        way: one of `WAYS`.
         world: the ranks; None for one.
     """
 
@@ -133,23 +131,18 @@ class Training:
         samples: Split,
         *,
         net: nn.Module | None = None,
-        capture: bool = True,
-        is_compiled: bool = False,
-        is_nchw: bool = False,
+        way: str = "graph",
         world: World | None = None,
     ) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_peak_host_memory_stats()
+        recipe = recipe.override({"tune": "always" if way == "tuned graph" else "never"})
         self.recipe, self.notes = recipe, list[str]()
         net = net or build_model(recipe, int(samples.labels.max()) + 1)
-        if is_compiled:
-            net.compile()
-        self.engine = TorchEngine(net, recipe, world=world or join("cuda"), capture=capture, report=self.notes.append)
-        if is_nchw:
-            net.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-            net.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+        world, may_record = world or join("cuda"), way != "eager"
+        self.engine = TorchEngine(net, recipe, world=world, capture=may_record, report=self.notes.append)
         self.split = self.engine.place(samples)
         self.split.begin_epoch(0)
         self._batches = itertools.cycle(epoch_batches(recipe, samples, 0))
@@ -186,8 +179,8 @@ class Training:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's parameters and buffers."""
-        return {name: value for name, value in self.engine.state().items() if name.startswith("model.")}
+        """Return copies of the model's parameters and buffers."""
+        return {name: value.clone() for name, value in self.engine.state().items() if name.startswith("model.")}
 
 
 def seconds_of(run: Callable[[int], object], seconds: float) -> float:
@@ -299,8 +292,8 @@ def tests(results: "Results", scale: Scale, data: Path | None) -> None:
             recipe = recipe.override(IMAGENET)
             samples = random_split(recipe, 128, 10)
             weights = []
-            for capture in (True, False):
-                with contextlib.closing(Training(recipe, samples, capture=capture)) as training:
+            for way in ("graph", "eager"):
+                with contextlib.closing(Training(recipe, samples, way=way)) as training:
                     training.run(scale.warm_up_steps)
                     weights.append(training.weights())
                     figures.setdefault("is_recorded", training.is_recorded)
@@ -353,23 +346,18 @@ def command(results: "Results", scale: Scale, data: Path | None) -> None:
 
 # --- 4 to 6: steps ----------------------------------------------------------------------------------------------------
 
-WAYS = {
-    "eager": {"capture": False},
-    "graph": {},
-    "compiled graph": {"is_compiled": True},
-}
+# Launched one by one; as a graph; as a graph of the compiled model, with algorithms that cuDNN has measured.
+WAYS = ("eager", "graph", "tuned graph")
 
 
 def fashion_step(results: "Results", scale: Scale, data: Path | None) -> None:
-    """The step of the job fashion-mnist in each precision, memory format and way to launch it."""
+    """The step of the job fashion-mnist in each precision and way."""
     job = load_job("fashion-mnist").override({"batch_size": scale.small_batch})
     samples = random_split(job, scale.small_images, 10)
-    formats = {"NHWC": False, "NCHW": True}
-    # What takes longest to compile comes last, since the time may run out.
-    for way, precision, layout in itertools.product(WAYS, ("bf16", "tf32"), formats):
-        with results.measuring(f"{precision}, {layout}, {way}") as figures:
-            recipe = job.override({"precision": precision})
-            training = Training(recipe, samples, is_nchw=formats[layout], **WAYS[way])
+    # What is compiled comes last, since the time may run out.
+    for way, precision in itertools.product(WAYS, ("bf16", "tf32")):
+        with results.measuring(f"{precision}, {way}") as figures:
+            training = Training(job.override({"precision": precision}), samples, way=way)
             with contextlib.closing(training):
                 figures |= training.figures(scale.warm_up_steps, scale.seconds)
                 if way != "eager":
@@ -397,7 +385,7 @@ def resnet50(results: "Results", scale: Scale, data: Path | None) -> None:
                 chosen = samples.at(np.arange(batch)) if placement == "synthetic" else samples
                 placed = "device" if placement == "synthetic" else placement
                 changed = recipe.override({"batch_size": batch, "data.placement": placed})
-                with contextlib.closing(Training(changed, chosen, **WAYS[way])) as training:
+                with contextlib.closing(Training(changed, chosen, way=way)) as training:
                     figures |= training.figures(scale.warm_up_steps, 3 * scale.seconds)
                     figures["kernels"] = top_kernels(training)
 
@@ -407,9 +395,9 @@ def _resnet50_cases(scale: Scale) -> Iterator[tuple[str, int, str]]:
     small, large = scale.image_batches
     for placement in ("synthetic", "device", "memory", "disk"):
         yield "graph", small, placement
-    yield "compiled graph", small, "synthetic"
+    yield "tuned graph", small, "synthetic"
     yield "eager", small, "synthetic"
-    for way in ("graph", "compiled graph"):
+    for way in ("graph", "tuned graph"):
         yield way, large, "synthetic"
     yield "graph", large, "disk"
 
@@ -427,7 +415,7 @@ def fast_cnn(results: "Results", scale: Scale, data: Path | None) -> None:
     ).override({"data.mean": [0.5] * 3, "data.std": [0.25] * 3})
     samples = random_split(recipe, scale.small_images, 10)
     for way in WAYS:
-        with results.measuring(way) as figures, contextlib.closing(Training(recipe, samples, **WAYS[way])) as training:
+        with results.measuring(way) as figures, contextlib.closing(Training(recipe, samples, way=way)) as training:
             figures |= training.figures(scale.warm_up_steps, scale.seconds)
             figures["kernels"] = top_kernels(training)
             size = recipe.batch_size

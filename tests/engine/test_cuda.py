@@ -1,7 +1,7 @@
 """The torch engine on one CUDA device; skipped where there is none."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,6 +28,15 @@ assert_close = functools.partial(assert_close, atol=5e-5)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sums in a fixed order: networks with batch norm of few values would multiply any difference."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_plain_loop_on_the_cpu(name: str) -> None:
     section, make = OPTIMIZERS[name]
@@ -45,7 +54,10 @@ def check_recorded(make: Callable[[], nn.Module], recipe: Recipe) -> None:
     recorded = engine_weights(make(), samples, recipe, engine="cuda", report=sentences.append)
     eager = engine_weights(make(), samples, recipe, engine="cuda", capture=False)
     assert "the whole step runs as one CUDA graph" in sentences
-    assert_close(eager, recorded)
+    if recipe.optimizer.name == "torch:RMSprop":  # recorded, torch multiplies in another order
+        assert_close(eager, recorded)
+    else:
+        assert {name for name, value in eager.items() if not torch.equal(value, recorded[name])} == set()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bfloat16"])

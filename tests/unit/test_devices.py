@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.config import Recipe
 from flatout.engine import devices, factory
@@ -220,6 +222,17 @@ def test_gpus_compute_much_in_bfloat16(channels: int, precision: str) -> None:
     operations = 64 * 9 * channels * (3 + channels)
     assert accelerator.precision_of_gpu(["tf32", "fp32", "bf16"], model, recipe) == (precision, operations)
     assert accelerator.precision_of_gpu(["fp32", "bf16"], model, recipe) is None
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet", "levit_128s", "edgenext_xx_small"])
+def test_multiply_adds_are_those_of_torch(name: str) -> None:
+    side = 224 if name == "levit_128s" else 160
+    # On CPUs torch does not count attention.
+    with torch.device("meta"):
+        model = timm.create_model(name).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 3, side, side))
+        assert accelerator.multiply_adds(model, (side, side), 3) == counter.get_total_flops() // 2
 
 
 class Formats(nn.Module):

@@ -33,7 +33,7 @@ KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or affect only rounding.
 FREE_KEYS = (
     *("epochs", "max_steps", "schedule.corrections", "early_stopping", "log_every"),
-    *("micro_batch", "precision", "shard", "data.path", "data.placement"),
+    *("micro_batch", "precision", "tune", "shard", "data.path", "data.placement"),
 )
 
 
@@ -271,6 +271,7 @@ class Recipe(Checked):
     linear_probe: bool = False  # fit the head to the features before the first step
     freeze: str = ""  # `all-but-last-N` layers, or comma-separated patterns of parameter names
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    tune: Literal["auto", "always", "never"] = "auto"  # on NVIDIA GPUs, make steps faster before the first one
     keep: Literal["best", "last"] = "best"  # the weights of the best epoch by validation, or of the last
     early_stopping: Annotated[int, "[0, inf)"] = 0  # epochs without improvement before training ends; 0 for never
     log_every: Annotated[int, "[0, inf)"] = 0  # steps between printed losses; 0 for none

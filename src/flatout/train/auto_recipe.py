@@ -410,7 +410,8 @@ def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: Report | 
 def _backbone_named(model: str) -> Backbone:
     import timm
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
+
+    from flatout.engine.torch.accelerator import multiply_adds
 
     if known := hub.backbone_named(model):
         return replace(known, model=model)
@@ -420,9 +421,7 @@ def _backbone_named(model: str) -> Backbone:
     with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():  # timm's code may raise anything
         network = timm.create_model(name).eval()
         parameters = sum(p.numel() for p in network.parameters())
-        with FlopCounterMode(display=False) as counter:
-            network(torch.empty(1, channels, *sides(size)))
-        operations = counter.get_total_flops() // 2 or USUAL_OPERATIONS
+        operations = multiply_adds(network, sides(size), channels) or USUAL_OPERATIONS
     about: Any = {"parameters": parameters, "operations": operations, "top1": 0.0, "image_size": max(sides(size))}
     if config is not None:
         about |= {"mean": tuple(config.mean), "std": tuple(config.std)}

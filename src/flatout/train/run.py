@@ -33,7 +33,7 @@ from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import Processes, choose_processes, kept_devices, make_engine, precisions, run_on_devices
 from flatout.engine.schedule import describe_scaling
-from flatout.engine.torch.accelerator import precision_of_gpu
+from flatout.engine.torch.accelerator import is_worth_tuning, multiply_adds, precision_of_gpu
 from flatout.models import build
 from flatout.models.pretrained import load_pretrained
 from flatout.tasks import statistics, task_of, weights_of, with_task
@@ -504,6 +504,14 @@ def start_engine(
             chosen, reason = fastest_precision(quiet, splits["train"], recipe, world, formats)
         log.note(f"precision = {chosen}: {reason}")
         recipe = recipe.override({"precision": chosen})
+    if recipe.tune == "auto" and continued:
+        recipe = recipe.override({"tune": continued.tune})
+    elif recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
+        operations = multiply_adds(model, recipe.image_sides, recipe.channels)
+        is_long = is_worth_tuning(operations, len(splits["train"]), recipe, options.seconds)
+        if is_long:
+            log.note("tune = always: the run is long enough to gain more than tuning takes")
+        recipe = recipe.override({"tune": "always" if is_long else "never"})
     engine = make(model, recipe, report=log.note)
     if recipe.linear_probe and shares_features:
         stage, recipe = fit(recipe, engine)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flatout.data.batches import EVALUATION_BATCH
 from flatout.engine.devices import cpu_threads
@@ -34,6 +36,9 @@ PRECISIONS = {
 BF16_WORTH = 1.2
 # From this number of multiply-adds per image on, a GPU computes in bfloat16.
 BF16_OPERATIONS = 10_000_000
+# From this number of multiply-adds in a run on, its step is tuned: about five minutes of ResNet-50 on an H100, of which
+# tuned steps save a minute and a half (benchmarks/results/gpu.json). For a run of given length, its seconds.
+TUNED_OPERATIONS, TUNED_SECONDS = 5e15, 600.0
 # Values of ONEDNN_MAX_CPU_ISA with which torch's CPU kernels convert bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
@@ -45,6 +50,7 @@ class Accelerator:
     is_async = True  # operations are queued, and reading a result synchronises
     has_memory = False  # its own, with asynchronous copies from pinned host memory
     can_capture = False  # steps, as a graph
+    can_compile = False  # models, by torch's compiler
     has_batch_norm = False  # torch has the kernels of its SyncBatchNorm
     wide_float = torch.float64  # the type for long sums
     evaluation_batch = EVALUATION_BATCH  # the largest
@@ -58,11 +64,16 @@ class Accelerator:
         """The name of the hardware, for the log."""
         return self.device.type.upper()
 
-    def prepare(self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1) -> None:
-        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process."""
+    def prepare(
+        self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1, is_tuned: bool = False
+    ) -> None:
+        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process.
+
+        If `is_tuned`, libraries may choose their algorithms by measuring them.
+        """
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
-        self.adapt_process(undo, self.precision, self.threads)
+        self.adapt_process(undo, self.precision, self.threads, is_tuned=is_tuned)
 
     def choose_precision(self, wanted: str) -> str:
         """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
@@ -92,7 +103,7 @@ class Accelerator:
         """Those that the hardware supports, the default first."""
         return ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         if not self.is_host:
             module = torch.get_device_module(self.device)
@@ -204,8 +215,8 @@ class CPU(Accelerator):
         has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        super().adapt_process(undo, precision, threads)
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
+        super().adapt_process(undo, precision, threads, is_tuned=is_tuned)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         # Arithmetic on denormal numbers takes hundreds of cycles. A product tests whether they are flushed.
@@ -224,7 +235,7 @@ class MPS(Accelerator):
 class CUDA(Accelerator):
     """An NVIDIA GPU."""
 
-    has_memory = can_capture = has_batch_norm = True
+    has_memory = can_capture = can_compile = has_batch_norm = True
     # Smaller ones take as long as the launches of their kernels.
     evaluation_batch = 2048
     _pool: Any = None
@@ -238,14 +249,15 @@ class CUDA(Accelerator):
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
         # All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
         # parameter's gradient on the stream that was current when it first saw the parameter.
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-        super().adapt_process(undo, precision, threads)
+        super().adapt_process(undo, precision, threads, is_tuned=is_tuned)
         cudnn, has_tf32 = torch.backends.cudnn, precision != "fp32"
-        for setting, wanted in (("benchmark", True), ("allow_tf32", has_tf32)):
+        # Without measuring, cuDNN's choice is 3 % slower for fashion-cnn on an H100, but a second earlier.
+        for setting, wanted in (("benchmark", is_tuned), ("allow_tf32", has_tf32)):
             undo.callback(setattr, cudnn, setting, getattr(cudnn, setting))
             setattr(cudnn, setting, wanted)
         # Not `fp32_precision`, after which torch's compiler cannot read this setting.
@@ -319,15 +331,48 @@ def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe
     return "bf16" if operations >= BF16_OPERATIONS else "tf32", operations
 
 
+def is_worth_tuning(operations: int, images: int, recipe: "Recipe", seconds: float | None) -> bool:
+    """Return whether a run gains more by tuned steps than tuning takes.
+
+    Args:
+        operations: multiply-adds per image.
+        images: in an epoch.
+        seconds: the length of the run if it is given.
+    """
+    if seconds is not None:
+        return operations >= BF16_OPERATIONS and seconds >= TUNED_SECONDS
+    return operations * images * recipe.epochs >= TUNED_OPERATIONS
+
+
 def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: int) -> int:
     """Return the multiply-adds of convolutions and matrix products for one image, on the host."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     was_training = model.training
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with _MultiplyAdds() as counter, torch.no_grad():
         model.eval()(torch.zeros(1, channels, *image_sides))
     model.train(was_training)
-    return counter.get_total_flops() // 2
+    return counter.found
+
+
+class _MultiplyAdds(TorchFunctionMode):
+    """Counts what `torch.utils.flop_counter` does, which imports torch's compiler: seconds of every start."""
+
+    PRODUCTS = (torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result, given = func(*args, **kwargs), [*args, *kwargs.values()]
+        if func in (torch.conv1d, torch.conv2d, torch.conv3d, functional.linear):
+            self.found += result.numel() * given[1][0].numel()
+        elif func in self.PRODUCTS:
+            self.found += result.numel() * given[0].shape[-1]
+        elif func is functional.scaled_dot_product_attention:
+            query, key = given[:2]
+            self.found += key.shape[-2] * (query.numel() + result.numel())
+        return result
 
 
 def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> str:

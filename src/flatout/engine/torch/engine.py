@@ -30,7 +30,7 @@ from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
-from flatout.utils.errors import InputError, TrainingFailed, is_out_of_memory
+from flatout.utils.errors import InputError, TrainingFailed, first_line, is_out_of_memory
 
 # Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
 COPIES_OF_WEIGHTS = 3
@@ -201,7 +201,7 @@ class TorchEngine:
         self.class_weights, self._report = class_weights, report
         self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
         with contextlib.ExitStack() as undo:
-            accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size)
+            accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size, is_tuned=recipe.tune == "always")
             accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
@@ -249,6 +249,9 @@ class TorchEngine:
             self._report(cut.describe(recipe.augment.views))
         self._prefix: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
+        self._network = self.cut.train_suffix if self.cut else self.model
+        self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._is_to_be_compiled = recipe.tune == "always" and accelerator.can_compile and not world.is_joined
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Give each rank a copy or a shard of rank 0's model."""
@@ -330,7 +333,8 @@ class TorchEngine:
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         images = self.input.of_batch(source, inputs)  # resampled in 32 bits: bfloat16 moves pixels
         with self.accelerator.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}):
-            network = self.cut.train_suffix if self.cut else self.model
+            # Compiling once more for the padded batch of an epoch takes longer than it saves.
+            network = self._network if inputs.is_padded or self._compiled is None else self._compiled
             logits = network(images)
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
@@ -427,8 +431,10 @@ class TorchEngine:
         self._gradients.begin_backward(is_last=False)
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
-            # The first time, libraries are initialised and a compiled model is compiled, which may wait for the device.
+            # The first time, libraries are initialised, which may wait for the device.
             self._backward(source, inputs, alone)
+            if self._is_to_be_compiled:
+                self._compile(source, inputs, alone)
             if self._captured and not self._captured.is_off:
                 self._check_capture(self._captured, source, inputs, alone)
         finally:
@@ -438,6 +444,22 @@ class TorchEngine:
             with torch.no_grad():
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
+
+    def _compile(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
+        """Compile the model for a micro-batch that has been computed.
+
+        What `alone` has noted by then would change in the first pass, and the model would be compiled twice.
+        """
+        self._compiled = torch.compile(self._network)
+        self._optimizer.zero_grad()
+        try:
+            self._backward(source, inputs, alone)
+        except Exception as error:  # the compiler raises anything
+            self._compiled = None
+            if is_out_of_memory(error):
+                raise
+            self._report(f"the model is not compiled: {first_line(error)}")
+        self._is_to_be_compiled = False
 
     def _check_capture(
         self, captured: CapturedStep, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm
