@@ -31,6 +31,17 @@ class FlatFrozenStem(FrozenStem):
         self.head = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
 
 
+class Deep(Seeded):
+    """Has a 3D convolution, whose weights have no channels_last order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep, self.out = nn.Conv2d(1, 4, 3), nn.Conv3d(1, 2, 3), nn.Linear(2 * 2 * 8 * 8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.deep(self.first(x)[:, None])).flatten(1))
+
+
 class SpareParts(Seeded):
     """Has parameters that no step uses; weight decay must not move them."""
 

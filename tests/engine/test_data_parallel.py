@@ -18,6 +18,7 @@ from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.odd_nets import (
     Chooses,
+    Deep,
     FlatFrozenStem,
     FrozenStem,
     HalfFirst,
@@ -70,6 +71,7 @@ CASES = {
     "spare parts": Case(net=SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
     "parts used by some ranks": Case(net=Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
     "shared layers": Case(net=Shared),
+    "3D convolution": Case(net=Deep),
     "mixed types": Case(net=MixedTypes),
     "half first": Case(net=HalfFirst, recipe={"batch_size": 331}, count=700),
     "own buffers": Case(net=OwnBuffers),

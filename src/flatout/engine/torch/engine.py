@@ -256,7 +256,10 @@ class TorchEngine:
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Give each rank a copy or a shard of rank 0's model."""
         if not self.is_sharded:
-            model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+            model = model.to(self.device)
+            # Not `model.to(memory_format=...)`, which refuses 3D convolutions.
+            for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.ndim == 4):
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         self.world.broadcast([*model.parameters(), *model.buffers()])
         if self.is_sharded:
             from flatout.engine.torch.fsdp import shard
