@@ -149,7 +149,7 @@ def fit_head(model: nn.Module, recipe: Recipe, samples: Split) -> str:
     difference = np.abs(found - expected.numpy()).max()
     # Random networks may give nearly equal features to all images, from which a fit takes small differences.
     largest = float((features.abs() @ weight.abs().T).max()) + 1
-    assert difference <= 1e-5 * largest, f"logits differ from those of the fit by {difference:.2g} of {largest:.2g}"
+    assert difference <= 1e-4 * largest, f"logits differ from those of the fit by {difference:.2g} of {largest:.2g}"
     for parameter, value in own:
         parameter.copy_(value)
     return ""

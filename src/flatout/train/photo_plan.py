@@ -163,7 +163,7 @@ def _reasons(plan: PhotoPlan, seconds: float | None, rate: float | None, *, is_o
     backbone, within = plan.backbone, "" if seconds is None else f" in {duration(seconds)}"
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
-    why = "as you chose" if is_only else f"the least expected error{within}"
+    why = "the only candidate" if is_only else f"the least expected error{within}"
     speed = "" if rate is None else f"; {rate:,.0f} images/s here"
     is_full = math.prod(sides(plan.image_size)) >= backbone.image_size**2
     short = f"there is no time for fine-tuning{within}" if seconds else "the head alone is fitted"
