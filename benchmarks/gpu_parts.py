@@ -45,6 +45,8 @@ RECORDED = "the whole step runs as one CUDA graph"
 TOP_KERNELS, PROFILED_STEPS = 25, 5
 # The steps of two ranks that are timed. Both ranks must take the same ones, so their number cannot depend on the clock.
 RANK_STEPS = 50
+# Launched one by one; as a graph; as a graph of the compiled model, with algorithms that cuDNN has measured.
+WAYS = ("eager", "graph", "tuned graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Scale:
         copied_bytes: of a copy.
         image_size, image_batches, image_count: side, batch sizes and number of the images of ResNet-50.
         small_batch, small_images: batch size and number of images of the small networks.
+        ways: to run a step.
         command: arguments of `flatout train fashion-mnist`.
         tests: arguments of pytest.
     """
@@ -71,6 +74,7 @@ class Scale:
     image_count: int
     small_batch: int
     small_images: int
+    ways: tuple[str, ...] = WAYS
     command: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
 
@@ -97,6 +101,7 @@ REHEARSAL = Scale(
     image_count=32,
     small_batch=64,
     small_images=256,
+    ways=("eager", "graph"),  # tests/cuda_mock/test_compiled.py has the third
     command=("--epochs", "1"),
     tests=("--maxfail=1",),
 )
@@ -346,16 +351,13 @@ def command(results: "Results", scale: Scale, data: Path | None) -> None:
 
 # --- 4 to 6: steps ----------------------------------------------------------------------------------------------------
 
-# Launched one by one; as a graph; as a graph of the compiled model, with algorithms that cuDNN has measured.
-WAYS = ("eager", "graph", "tuned graph")
-
 
 def fashion_step(results: "Results", scale: Scale, data: Path | None) -> None:
     """The step of the job fashion-mnist in each precision and way."""
     job = load_job("fashion-mnist").override({"batch_size": scale.small_batch})
     samples = random_split(job, scale.small_images, 10)
     # What is compiled comes last, since the time may run out.
-    for way, precision in itertools.product(WAYS, ("bf16", "tf32")):
+    for way, precision in itertools.product(scale.ways, ("bf16", "tf32")):
         with results.measuring(f"{precision}, {way}") as figures:
             training = Training(job.override({"precision": precision}), samples, way=way)
             with contextlib.closing(training):
@@ -395,10 +397,10 @@ def _resnet50_cases(scale: Scale) -> Iterator[tuple[str, int, str]]:
     small, large = scale.image_batches
     for placement in ("synthetic", "device", "memory", "disk"):
         yield "graph", small, placement
-    yield "tuned graph", small, "synthetic"
-    yield "eager", small, "synthetic"
-    for way in ("graph", "tuned graph"):
-        yield way, large, "synthetic"
+    for way in scale.ways:
+        if way != "graph":
+            yield way, small, "synthetic"
+    yield "graph", large, "synthetic"
     yield "graph", large, "disk"
 
 
@@ -414,7 +416,7 @@ def fast_cnn(results: "Results", scale: Scale, data: Path | None) -> None:
         **_middle(),
     ).override({"data.mean": [0.5] * 3, "data.std": [0.25] * 3})
     samples = random_split(recipe, scale.small_images, 10)
-    for way in WAYS:
+    for way in scale.ways:
         with results.measuring(way) as figures, contextlib.closing(Training(recipe, samples, way=way)) as training:
             figures |= training.figures(scale.warm_up_steps, scale.seconds)
             figures["kernels"] = top_kernels(training)
