@@ -224,6 +224,23 @@ def test_gpus_compute_much_in_bfloat16(channels: int, precision: str) -> None:
     assert accelerator.precision_of_gpu(["fp32", "bf16"], model, recipe) is None
 
 
+@pytest.mark.parametrize(
+    ("operations", "epochs", "seconds", "is_worth"),
+    [
+        (4_100_000_000, 2, None, True),  # two epochs of ResNet-50 on ImageNet
+        (4_100_000_000, 1, 60.0, False),
+        (4_100_000_000, 1, 600.0, True),
+        (480_500, 50, None, False),  # fashion-mnist
+        (480_500, 50, 600.0, False),
+    ],
+)
+def test_long_runs_of_large_networks_are_tuned(
+    operations: int, epochs: int, seconds: float | None, is_worth: bool
+) -> None:
+    recipe = Recipe(model="test", image_size=8, channels=3, epochs=epochs, batch_size=8)
+    assert accelerator.is_worth_tuning(operations, 1_281_167, recipe, seconds) == is_worth
+
+
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet", "levit_128s", "edgenext_xx_small"])
 def test_multiply_adds_are_those_of_torch(name: str) -> None:
     side = 224 if name == "levit_128s" else 160
