@@ -50,3 +50,16 @@ def test_parts_that_fail_are_recorded_and_end_the_rest_where_no_recorded_step_is
     assert "error" in ended["machine"] and "error" in ended["tests"]
     assert ended["fast-cnn"]["skipped"] == "no recorded step equalled the eager one in part 2"
     assert any("torch" in line for line in lines if line["name"] == "versions")
+
+
+@pytest.mark.usefixtures("mock")
+def test_a_run_on_a_gpu_does_not_import_the_compiler(tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch._dynamo' in sys.modules));"
+        "from flatout.cli.main import main; main()"
+    )
+    arguments = ["train", "digits", "--epochs", "1", "--devices", "cuda", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=device.environment(), capture_output=True, text=True, timeout=300)
+    assert "precision = tf32" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
