@@ -9,6 +9,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -202,16 +203,23 @@ def _cross_validate(
     folds = divide(problem.labels[chosen], count, seed, None if groups is None else groups[chosen])
     heads = [problem.zeros() for _ in range(count)]
     best: tuple[float, float, list[torch.Tensor], np.ndarray] | None = None
-    for strength in STRENGTHS:
-        answers = np.empty((len(chosen), problem.outputs), np.float32)
-        for fold in range(count):
-            is_held_out = folds == fold + 1
-            heads[fold] = problem.solve(strength, heads[fold], FOLD_ITERATIONS, chosen[~is_held_out])
-            answers[is_held_out] = problem.answers(heads[fold], chosen[is_held_out]).numpy()
-        loss = problem.loss(answers, chosen)
-        if best is not None and loss >= best[0]:
-            break
-        best = loss, strength, [*heads], answers
+    with ThreadPoolExecutor(min(count, physical_cores())) as pool, contextlib.ExitStack() as stack:
+        # Threads of folds use all cores without waiting for each other in every operation.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        for strength in STRENGTHS:
+            problems = [
+                (strength, head, FOLD_ITERATIONS, chosen[folds != fold]) for fold, head in enumerate(heads, start=1)
+            ]
+            heads = [*pool.map(lambda one: problem.solve(*one), problems)]
+            answers = np.empty((len(chosen), problem.outputs), np.float32)
+            for fold, head in enumerate(heads):
+                is_held_out = folds == fold + 1
+                answers[is_held_out] = problem.answers(head, chosen[is_held_out]).numpy()
+            loss = problem.loss(answers, chosen)
+            if best is not None and loss >= best[0]:
+                break
+            best = loss, strength, heads, answers
     assert best is not None
     return *best[1:], chosen
 
