@@ -508,7 +508,8 @@ def start_engine(
         recipe = recipe.override({"tune": continued.tune})
     elif recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
         operations = multiply_adds(model, recipe.image_sides, recipe.channels)
-        is_long = is_worth_tuning(operations, len(splits["train"]), recipe, options.seconds)
+        steps = recipe.total_steps(-(-len(splits["train"]) // recipe.batch_size))
+        is_long = is_worth_tuning(operations, steps * recipe.batch_size, options.seconds)
         if is_long:
             log.note("tune = always: the run is long enough to gain more than tuning takes")
         recipe = recipe.override({"tune": "always" if is_long else "never"})

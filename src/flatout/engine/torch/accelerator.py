@@ -331,17 +331,17 @@ def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe
     return "bf16" if operations >= BF16_OPERATIONS else "tf32", operations
 
 
-def is_worth_tuning(operations: int, images: int, recipe: "Recipe", seconds: float | None) -> bool:
+def is_worth_tuning(operations: int, images: int, seconds: float | None) -> bool:
     """Return whether a run gains more by tuned steps than tuning takes.
 
     Args:
         operations: multiply-adds per image.
-        images: in an epoch.
+        images: that the run trains, counted in every epoch.
         seconds: the length of the run if it is given.
     """
     if seconds is not None:
         return operations >= BF16_OPERATIONS and seconds >= TUNED_SECONDS
-    return operations * images * recipe.epochs >= TUNED_OPERATIONS
+    return operations * images >= TUNED_OPERATIONS
 
 
 def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: int) -> int:
