@@ -62,7 +62,7 @@ class Net(nn.Module):
         return functional.log_softmax(self.fc2(x), dim=1)
 
 
-def train(net: Net, loader: DataLoader, optimizer: torch.optim.Optimizer, limit: int | None, device: str) -> int:
+def train(net: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, limit: int | None, device: str) -> int:
     """Train one epoch, or its first `limit` steps; return the number of images."""
     net.train()
     images = 0

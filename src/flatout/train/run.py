@@ -22,7 +22,7 @@ from torch import nn
 
 from flatout import __version__
 from flatout.config import FREE_KEYS, Recipe
-from flatout.data.batches import Split, measure
+from flatout.data.batches import Split, measure, steps_per_epoch
 from flatout.data.build import load
 from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
 from flatout.data.splits import splits_of
@@ -488,14 +488,15 @@ def start_engine(
     if recipe.linear_probe and not shares_features:
         stage, recipe = fit(recipe)
 
-    formats = precisions(options.engine, world)
+    formats, operations = precisions(options.engine, world), 0
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})
     elif recipe.precision == "auto" and continued:
         recipe = recipe.override({"precision": continued.precision if continued.precision in formats else "auto"})
     elif recipe.precision == "auto" and "bf16" in formats:
         if found := precision_of_gpu(formats, model, recipe):
-            chosen, reason = found[0], f"{found[1] / 1e6:,.1f} million multiply-adds per image"
+            chosen, operations = found
+            reason = f"{operations / 1e6:,.1f} million multiply-adds per image"
         else:
 
             def quiet(one: Recipe) -> Engine:
@@ -507,8 +508,8 @@ def start_engine(
     if recipe.tune == "auto" and continued:
         recipe = recipe.override({"tune": continued.tune})
     elif recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
-        operations = multiply_adds(model, recipe.image_sides, recipe.channels)
-        steps = recipe.total_steps(-(-len(splits["train"]) // recipe.batch_size))
+        operations = operations or multiply_adds(model, recipe.image_sides, recipe.channels)
+        steps = recipe.total_steps(steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last))
         is_long = is_worth_tuning(operations, steps * recipe.batch_size, options.seconds)
         if is_long:
             log.note("tune = always: the run is long enough to gain more than tuning takes")

@@ -55,6 +55,7 @@ class Accelerator:
     wide_float = torch.float64  # the type for long sums
     evaluation_batch = EVALUATION_BATCH  # the largest
     precision, threads = "fp32", 1  # number format and compute threads, after `prepare`
+    is_tuned = False  # likewise: libraries may choose their algorithms by measuring them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,13 +68,11 @@ class Accelerator:
     def prepare(
         self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1, is_tuned: bool = False
     ) -> None:
-        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process.
-
-        If `is_tuned`, libraries may choose their algorithms by measuring them.
-        """
+        """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process."""
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
-        self.adapt_process(undo, self.precision, self.threads, is_tuned=is_tuned)
+        self.is_tuned = is_tuned
+        self.adapt_process(undo, self.precision, self.threads)
 
     def choose_precision(self, wanted: str) -> str:
         """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
@@ -103,7 +102,7 @@ class Accelerator:
         """Those that the hardware supports, the default first."""
         return ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         if not self.is_host:
             module = torch.get_device_module(self.device)
@@ -215,8 +214,8 @@ class CPU(Accelerator):
         has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
-        super().adapt_process(undo, precision, threads, is_tuned=is_tuned)
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        super().adapt_process(undo, precision, threads)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         # Arithmetic on denormal numbers takes hundreds of cycles. A product tests whether they are flushed.
@@ -249,15 +248,15 @@ class CUDA(Accelerator):
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int, *, is_tuned: bool) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
         # All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
         # parameter's gradient on the stream that was current when it first saw the parameter.
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-        super().adapt_process(undo, precision, threads, is_tuned=is_tuned)
+        super().adapt_process(undo, precision, threads)
         cudnn, has_tf32 = torch.backends.cudnn, precision != "fp32"
         # Without measuring, cuDNN's choice is 3 % slower for fashion-cnn on an H100, but a second earlier.
-        for setting, wanted in (("benchmark", is_tuned), ("allow_tf32", has_tf32)):
+        for setting, wanted in (("benchmark", self.is_tuned), ("allow_tf32", has_tf32)):
             undo.callback(setattr, cudnn, setting, getattr(cudnn, setting))
             setattr(cudnn, setting, wanted)
         # Not `fp32_precision`, after which torch's compiler cannot read this setting.
