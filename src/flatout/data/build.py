@@ -173,27 +173,22 @@ def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, re
         return combined_digest(chain(parts, digest_files(data.inputs, memo=memo, report=report)))
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     parts += [] if (groups := data.group_numbers) is None else [b"groups", groups.tobytes()]
-    if data.images is None:
-        assert data.files is not None
+    if data.files is not None:
         return combined_digest(chain(parts, digest_files(data.files, memo=memo, report=report)))
-    about = f"{data.images.dtype}{data.images.shape}".encode()
-    return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
+    images = np.asarray(data.images)
+    return combined_digest(chain(parts, [f"{images.dtype}{images.shape}".encode()], map(np.ndarray.tobytes, images)))
 
 
 def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: Path, report: Progress) -> Pack:
-    memo = cache / "digests"
-    target = cache / "packs" / _key(data, settings, memo, report)
-    pack = None
     task = data.task if isinstance(data, DataSource) else "auto"
-    if settings.bits or task != "auto":
-        # A run with automatic bits and task may have made the same pack.
-        usual = replace(data, task="auto") if isinstance(data, DataSource) else data
-        key = _key(usual, replace(settings, bits=0), memo, report)
-        pack = _open_cached(cache / "packs" / key, report)
-        if pack and (settings.bits not in (0, pack.bits) or task not in ("auto", pack.task)):
-            pack = None
-    pack = pack or _open_cached(target, report)
-    if pack is None:
+    # A run with automatic bits and task may have made the same pack.
+    for bits, kind in dict.fromkeys([(0, "auto"), (settings.bits, task)]):
+        usual = replace(data, task=kind) if isinstance(data, DataSource) else data
+        target = cache / "packs" / _key(usual, replace(settings, bits=bits), cache / "digests", report)
+        pack = _open_cached(target, report)
+        if pack and settings.bits in (0, pack.bits) and task in ("auto", pack.task):
+            break
+    else:
         with making(target, "making this pack", report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:

@@ -110,12 +110,24 @@ def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def disk_full(folder: Path, what: str, needed: int) -> DiskFull:
-    """Return the error of a disk without room; `what` begins its sentence, such as "500 images need"."""
-    return DiskFull(
-        f"{folder}: the disk is full, or a limit reached: {what} {needed:,} bytes and "
-        f"{shutil.disk_usage(folder).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-    )
+@contextlib.contextmanager
+def writing(folder: Path, what: str, needed: int) -> Iterator[None]:
+    """Make a folder to write to; raise NotWritable, or DiskFull, at once if fewer than the `needed` bytes are free.
+
+    `what` begins a sentence, such as "500 images need".
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if needed > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise NotWritable(folder, error) from None
+        raise DiskFull(
+            f"{folder}: the disk is full, or a limit reached: {what} {needed:,} bytes and "
+            f"{shutil.disk_usage(folder).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -123,18 +135,13 @@ def unfinished(target: Path, what: str, needed: int) -> Iterator[Path]:
     """Yield an empty folder next to `target`, to be filled and renamed to it; an error removes it."""
     folder = target.with_name(target.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)  # of a killed process
-    try:
-        folder.mkdir(parents=True)
-        if needed > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield folder
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, OSError):
+    with writing(target.parent, what, needed):
+        try:
+            folder.mkdir()
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        if error.errno in NO_SPACE:
-            raise disk_full(target.parent, what, needed) from None
-        raise NotWritable(target.parent, error) from None
 
 
 # Entries
@@ -204,24 +211,19 @@ def _entry(path: Path) -> Entry:
 
 def remove(path: Path) -> bool:
     """Remove an entry unless a process uses or makes it; return whether it was removed."""
-    locks: list[int | None] = []
-    try:
-        if path.parent.name in _DESCRIPTIONS:
-            target = path.with_name(path.name.removesuffix(".partial"))
-            locks.append(lock(target.with_name(target.name + ".lock"), wait=False))
-            description = target / _DESCRIPTIONS[target.parent.name]
-            if description.is_file():
-                locks.append(lock(description, wait=False))
-        if None in locks:
-            return False
+    to_lock: list[Path] = []
+    if path.parent.name in _DESCRIPTIONS:
+        target = path.with_name(path.name.removesuffix(".partial"))
+        description = target / _DESCRIPTIONS[path.parent.name]
+        to_lock = [target.with_name(target.name + ".lock"), *([description] if description.is_file() else [])]
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        for file in to_lock:
+            if (descriptor := lock(file, wait=False)) is None:
+                return False
+            stack.callback(os.close, descriptor)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    except OSError:
-        return False
-    finally:
-        for descriptor in locks:
-            if descriptor is not None:
-                os.close(descriptor)
-    return True
+        return True
+    return False
 
 
 # Keys
@@ -259,30 +261,28 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
 
 
 def _read_digests(names: Sequence[str], stamps: Sequence[tuple[int, ...]], report: Progress) -> bytes:
-    # Reading a FIFO or a device might never end.
-    digests = [b"" if any(stamp) else _blake2b(b"not a regular file") for stamp in stamps]
-    sizes = [max(stamp[0], 1) if any(stamp) else 0 for stamp in stamps]
-    parts = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, _PART_BYTES)]
+    parts = [(i, start) for i, (size, *_) in enumerate(stamps) for start in range(0, size or 1, _PART_BYTES)]
     step = max(1, min(_PARTS_PER_TASK, len(parts) // usable_cores()))
     tasks = [parts[first : first + step] for first in range(0, len(parts), step)]
+    digests, done = [b""] * len(names), 0
 
-    def read(task: list[tuple[int, int]]) -> list[bytes]:
-        return [_digest_of_part(names[i], start) for i, start in task]
+    def read(i: int, start: int) -> bytes:
+        if not any(stamps[i]):  # reading a FIFO or a device might never end
+            return b"not a regular file"
+        try:
+            with open(names[i], "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
+                return os.pread(file.fileno(), _PART_BYTES, start)
+        except OSError as error:
+            return f"cannot be read: {error.errno}".encode()
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for number, (task, results) in enumerate(zip(tasks, pool.map(read, tasks), strict=True), start=1):
-            for (i, _), digest in zip(task, results, strict=True):
+        results = pool.map(lambda task: [_blake2b(read(*part)) for part in task], tasks)
+        for task, found in zip(tasks, results, strict=True):
+            for (i, _), digest in zip(task, found, strict=True):
                 digests[i] += digest
-            report.update(min(number * step, len(parts)), len(parts), "files")
+            done += len(task)
+            report.update(done, len(parts), "files")
     return b"".join(digest if len(digest) == DIGEST_BYTES else _blake2b(digest) for digest in digests)
-
-
-def _digest_of_part(name: str, start: int) -> bytes:
-    try:
-        with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
-            return _blake2b(os.pread(file.fileno(), _PART_BYTES, start))
-    except OSError as error:
-        return _blake2b(f"cannot be read: {error.errno}".encode())
 
 
 def _stamp(name: str) -> tuple[int, int, int, int]:

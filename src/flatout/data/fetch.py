@@ -18,7 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
 
 import fsspec
-from fsspec.callbacks import Callback
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from flatout import __version__
 from flatout.data.cache import (
@@ -27,9 +28,9 @@ from flatout.data.cache import (
     Progress,
     cache_folder,
     combined_digest,
-    disk_full,
     making,
     use,
+    writing,
 )
 from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
@@ -109,25 +110,21 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if file.size is None or not file.is_complete(unfinished)]
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
-    full = disk_full(target.parent, f"{server.shown} needs", needed)
-    if needed > shutil.disk_usage(target.parent).free:
-        raise full
     done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
-    report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
-    try:
-        unfinished.mkdir(exist_ok=True)
-        server.get(missing, unfinished, _Shown(total - needed, total, report))
+    paths = [unfinished / file.name for file in missing]
+    with writing(target.parent, f"{server.shown} needs", needed):
+        report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
+        try:
+            server.get([file.path for file in missing], paths, _Shown(total - needed, total, report))
+        except OSError:  # a full disk
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         if server.list_files() != (name, files) or not all(file.is_complete(unfinished) for file in files):
             shutil.rmtree(unfinished, ignore_errors=True)
             raise InputError(f"{server.shown}: changed during the download; run the same command again")
         os.sync()
         write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise full from None
-        raise NotWritable(unfinished, error) from None
 
 
 class _Shown(Callback):
@@ -244,19 +241,10 @@ class _Server:
             raise InputError(f"{_without_query(url)}: is a web page or a folder, not a file; {fix}")
         return name
 
-    def get(self, files: Sequence[_RemoteFile], folder: Path, shown: _Shown) -> None:
-        system: Any = self._system
-        if not system.async_impl:
-            from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-
-            system = AsyncFileSystemWrapper(system)
-        remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
+    def get(self, remote: list[str], local: list[Path], shown: Callback = DEFAULT_CALLBACK) -> None:
+        system: Any = self._system if self._system.async_impl else AsyncFileSystemWrapper(self._system)
         with self._errors(self.url):
-            system.get(remote, local, callback=shown, batch_size=_CONNECTIONS)
-
-    def get_one(self, path: Path) -> None:
-        with self._errors(self.url):
-            self._system.get_file(self.url, str(path))
+            system.get(remote, list(map(str, local)), callback=shown, batch_size=_CONNECTIONS)
 
     @contextlib.contextmanager
     def _errors(self, url: str) -> Iterator[None]:
@@ -336,7 +324,7 @@ def _download_public_file(data: PublicData, name: str, folder: Path, report: Pro
         for url in (base_url + name for base_url in data.base_urls):
             report.note(f"downloading {url}")
             try:
-                _Server(url).get_one(part)
+                _Server(url).get([url], [part])
             except InputError as error:
                 failures.append(str(error).partition("; ")[0])
                 continue
