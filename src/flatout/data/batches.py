@@ -113,7 +113,7 @@ class Batch:
 
     `count` samples are not padding; they come first. `ahead` are the windows to read from this batch on, as ascending
     positions: the first batch of an epoch has its own window and the next one; the first batch of each other window has
-        the window after it, empty at the end.
+    the window after it, empty at the end.
     """
 
     samples: np.ndarray
@@ -214,12 +214,12 @@ class Ahead(Generic[Loaded]):
 
     def __init__(self, compute: Callable[[int], Loaded]) -> None:
         self._compute, self._pool = compute, ThreadPoolExecutor(1, thread_name_prefix="flatout-epoch")
-        self._next: tuple[int, Future[Loaded]] | None = None
+        self._pending: dict[int, Future[Loaded]] = {}
 
     def __call__(self, epoch: int) -> Loaded:
-        is_ready = self._next is not None and self._next[0] == epoch
-        result = self._next[1].result() if self._next and is_ready else self._compute(epoch)
-        self._next = epoch + 1, self._pool.submit(self._compute, epoch + 1)
+        pending = self._pending.get(epoch)
+        result = pending.result() if pending else self._compute(epoch)
+        self._pending = {epoch + 1: self._pool.submit(self._compute, epoch + 1)}
         return result
 
 

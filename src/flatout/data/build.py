@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -56,10 +55,7 @@ def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, repor
     settings = PackSettings(
         size=collapse_size(recipe.stored_sides),
         channels=recipe.channels,
-        resize=data.resize,
-        on_bad_image=data.on_bad_image,
-        max_bad_share=data.max_bad_share,
-        bits=data.bits,
+        **{name: getattr(data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
     )
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
     if data.group_column and pack.groups is None:
@@ -234,6 +230,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
 
     started = time.perf_counter()
     bits, highest = settings.bits or bits_of(source), 0
+    form: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize")} | {"bits": bits}
     if (images := source.images) is not None:
         found = images.shape[-1]
         if found != settings.channels and {found, settings.channels} != {1, 3}:
@@ -247,7 +244,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             count=len(source),
             image_shape=settings.image_shape,
             bits=bits,
-            fill=partial(_fill, source, replace(settings, bits=bits), highest),
+            fill=partial(_fill, source, form, highest),
             report=report,
         )
         files = source.files or ()
@@ -259,10 +256,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             "kind": kept.kind,
             "path": None if kept.path is None else str(kept.path),
             "images": len(kept),
-            "size": settings.size,
-            "channels": settings.channels,
-            "bits": bits,
-            "resize": settings.resize,
+            **form,
             "resize_method": RESIZE_METHOD,
             "task": kept.task,
             "classes": list(kept.classes),
@@ -287,14 +281,11 @@ def bits_of(source: ImageDataset) -> int:
     return max((header.bits for header in read_headers(source.files or ())), default=8)
 
 
-def _fill(
-    source: ImageDataset, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
-) -> dict[int, str]:
+def _fill(source: ImageDataset, form: dict[str, Any], highest: int, samples: range, out: np.ndarray) -> dict[int, str]:
     """Write consecutive samples to `out` [n, H, W, C]; return index -> reason of the bad ones."""
-    how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}
     bad: dict[int, str] = {}
     if (images := source.images) is not None:
-        out[:] = resize_images(with_bits(images[samples[0] : samples[-1] + 1], settings.bits, highest), **how)
+        out[:] = resize_images(with_bits(images[samples.start : samples.stop], form["bits"], highest), **form)
         if isinstance(images.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             # Drop mapped pages, which count as memory of this process; they are read again on access.
             images.base.madvise(mmap.MADV_DONTNEED)
@@ -302,9 +293,9 @@ def _fill(
         assert source.files is not None
         for target, index in zip(out, samples, strict=True):
             try:
-                target[:] = decode_image(source.files[index], **how)
+                target[:] = decode_image(source.files[index], **form)
             except BadImage as error:
-                bad[int(index)] = str(error)
+                bad[index] = str(error)
     return bad
 
 

@@ -218,7 +218,11 @@ class _Server:
             self._system.invalidate_cache()
             info = self._system.info(url)
             if self._store is None:
-                return [self._describe(info, self._web_name(url, info))]
+                name = re.split(r"[/\\]", urllib.parse.unquote(urllib.parse.urlsplit(url).path))[-1].lstrip(".")
+                if info.get("mimetype") == "text/html" or not name:
+                    fix = "give the URL of the file itself; folders are read from s3, gs and hf"
+                    raise InputError(f"{_without_query(url)}: is a web page or a folder, not a file; {fix}")
+                return [_remote_file(info, name)]
             root = info["name"].rstrip("/")
             found = self._system.find(root, detail=True)
         # Some tools mark a folder by an empty object.
@@ -226,20 +230,7 @@ class _Server:
         if not files:
             raise InputError(f"{url}: the folder holds no files; check the URL")
         names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
-        return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
-
-    @staticmethod
-    def _describe(info: Mapping[str, Any], name: str) -> _RemoteFile:
-        # A weak ETag is fine: servers use it only because they may compress the response.
-        versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
-        return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
-
-    def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
-        name = re.split(r"[/\\]", urllib.parse.unquote(urllib.parse.urlsplit(url).path))[-1].lstrip(".")
-        if info.get("mimetype") == "text/html" or not name:
-            fix = "give the URL of the file itself; folders are read from s3, gs and hf"
-            raise InputError(f"{_without_query(url)}: is a web page or a folder, not a file; {fix}")
-        return name
+        return [_remote_file(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
 
     def get(self, remote: list[str], local: list[Path], shown: Callback = DEFAULT_CALLBACK) -> None:
         system: Any = self._system if self._system.async_impl else AsyncFileSystemWrapper(self._system)
@@ -272,6 +263,12 @@ class _Server:
             access = self._store.access if self._store else "put user name and password into ~/.netrc"
             fix = f"check the URL and the network, and run the same command again; where access is denied, {access}"
             raise InputError(f"{_without_query(url)}: {reason}; {fix}") from error
+
+
+def _remote_file(info: Mapping[str, Any], name: str) -> _RemoteFile:
+    # A weak ETag is fine: servers use it only because they may compress the response.
+    versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
+    return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
 
 
 def _without_query(url: str) -> str:
