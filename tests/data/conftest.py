@@ -1,6 +1,5 @@
 """What tests of downloads share."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,7 @@ from tests.data.web_server import Server
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
         yield server
-        server.ended.set()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def pack_of_copies(*, groups: bool = False, times: int = 3) -> Pack:
     images = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 3), np.uint8)[numbers]
     return Pack(
         folder=None,
+        path=None,
         images=images,
         labels=numbers % 3,
         classes=("a", "b", "c"),

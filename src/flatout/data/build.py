@@ -127,19 +127,9 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
 def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
-    return Pack(
-        folder=None,
-        images=images,
-        labels=source.labels,
-        task=source.task,
-        classes=source.classes,
-        splits=source.splits,
-        groups=source.group_numbers,
-        resize=settings.resize,
-        kind=source.kind,
-        notes=source.notes,
-        fingerprint=fingerprint_of(source.labels, source.splits, crc32s_of(images)),
-    )
+    fields = vars(source) | {"images": images, "groups": source.group_numbers, "unpacked": None}
+    fingerprint = fingerprint_of(source.labels, source.splits, crc32s_of(images))
+    return Pack(**fields, folder=None, resize=settings.resize, fingerprint=fingerprint)
 
 
 def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: Progress) -> Pack:

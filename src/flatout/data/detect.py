@@ -157,14 +157,4 @@ def from_python(data: object, task: str = "auto") -> ImageDataset:
 
 def _read_pack(path: Path) -> ImageDataset:
     pack = open_pack(path)
-    return ImageDataset(
-        kind="pack",
-        path=path,
-        task=pack.task,
-        classes=pack.classes,
-        labels=pack.labels,
-        splits=pack.splits,
-        images=pack.images,
-        groups=None if pack.groups is None else pack.groups.astype(str),
-        notes=pack.notes,
-    )
+    return replace(pack, kind="pack", groups=None if pack.groups is None else pack.groups.astype(str))

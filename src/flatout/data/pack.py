@@ -14,16 +14,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatout.config.settings import Size, sides
 from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
-from flatout.data.source import describe
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError, first_line
 from flatout.utils.host import usable_cores
 
@@ -70,19 +70,12 @@ class PackSettings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pack:
-    """Decoded images with their labels; what has no comment is as in `ImageDataset`."""
+class Pack(ImageDataset):
+    """A data set of decoded images, with `groups` int64 [N]; `kind` is that of the data it was made from."""
 
     folder: Path | None  # None if it is in memory or unnamed
-    images: np.ndarray  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
-    labels: np.ndarray
-    task: str = "single-label"
-    classes: tuple[str, ...]
-    splits: dict[str, tuple[int, int]]
-    groups: np.ndarray | None = None  # int64 [N]
+    images: np.ndarray = field()  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
     resize: str  # the method, see `data.resize`
-    kind: str
-    notes: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
     was_cached: bool = False
     is_decoded: bool = False  # from files, by the cache or for this run
@@ -92,9 +85,6 @@ class Pack:
     @property
     def bits(self) -> int:
         return 8 * self.images.itemsize
-
-    def describe(self) -> str:
-        return describe(self.kind, self.classes, self.splits, self.task)
 
     def labels_among(self, classes: tuple[str, ...], where: object) -> np.ndarray:
         """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
@@ -235,6 +225,7 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
             _verify_images(file, blocks, images[:1].nbytes)
         return Pack(
             folder=folder,
+            path=folder,
             images=images,
             labels=labels,
             task=task,
@@ -301,16 +292,16 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPack:
-    """A pack without its images, and their .npy file; with `in_memory`, that exists only while it is shared."""
+    """A pack's fields but its images, and their .npy file; with `in_memory`, that exists only while it is shared."""
 
-    pack: Pack
+    fields: dict[str, Any]
     images: str
     in_memory: bool = False
 
     def open(self) -> Pack:
         images = map_images(self.images)
         # A plain array is read through the map, a `memmap` from the file.
-        return replace(self.pack, images=np.asarray(images) if self.in_memory else images)
+        return Pack(**self.fields, images=np.asarray(images) if self.in_memory else images)
 
 
 @contextlib.contextmanager
@@ -319,9 +310,9 @@ def share(pack: Pack) -> Iterator[SharedPack]:
 
     Images in memory are copied to a file; on Linux it is unnamed, so that a killed process leaves nothing behind.
     """
-    rest = replace(pack, images=np.empty((0, *pack.images.shape[1:]), pack.images.dtype))
+    fields = {name: value for name, value in vars(pack).items() if name != "images"}
     if isinstance(pack.images, np.memmap) and pack.images.filename:
-        yield SharedPack(pack=rest, images=str(pack.images.filename))
+        yield SharedPack(fields=fields, images=str(pack.images.filename))
         return
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create"):
@@ -332,7 +323,7 @@ def share(pack: Pack) -> Iterator[SharedPack]:
             file = stack.enter_context(Path(path).open("wb"))
         np.save(file, pack.images)
         file.flush()
-        yield SharedPack(pack=rest, images=path, in_memory=True)
+        yield SharedPack(fields=fields, images=path, in_memory=True)
 
 
 def load_once_per_host(world: "World", load: Callable[[], Pack]) -> Pack:
