@@ -72,10 +72,7 @@ def test_random_numbers_never_change() -> None:
     """Values of Philox4x64-10 with this key, as written down once: a change would break every resumed run."""
     assert raw(1, Stream.ORDER, 0, 2).tolist() == raw(1, Stream.ORDER, 0, 5)[:2].tolist()
     draws = uniform(1, Stream.AUGMENT, 0, (1000, 3))
-    assert draws.shape == (1000, 3)
-    assert 0 <= draws.min() < 0.01
-    assert 0.99 < draws.max() < 1
-    assert abs(draws.mean() - 0.5) < 0.02
+    np.testing.assert_allclose(np.sort(draws, axis=None), np.linspace(0, 1, 3000), atol=0.03)
     assert permutation(1, Stream.ORDER, 0, 8).tolist() == [2, 7, 0, 6, 3, 4, 1, 5]
 
 
