@@ -52,6 +52,13 @@ def npz(count: int = 60, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
+@pytest.fixture
+def photos(server: Server) -> str:
+    """Return the URL of images on the server."""
+    server.resources["/set/photos.npz"] = Resource(npz())
+    return server.url("/set/photos.npz")
+
+
 def fetch(url: str, stream: io.StringIO | None = None) -> Path:
     found = find(url, console=Console(stream))
     assert isinstance(found, DataSource)
@@ -72,28 +79,24 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- web servers ---
 
 
-def test_a_file_is_downloaded_once(server: Server, cache: Path):
-    server.resources["/set/photos.npz"] = Resource(npz())
+def test_a_file_is_downloaded_once(server: Server, photos: str, cache: Path):
     output = io.StringIO()
     with ThreadPoolExecutor(4) as pool:
-        (path,) = set(pool.map(fetch, [server.url("/set/photos.npz")] * 4))
+        (path,) = set(pool.map(fetch, [photos] * 4))
     assert (path.name, path.parents[1], path.read_bytes()) == ("photos.npz", cache / "remote", npz())
-    assert fetch(server.url("/set/photos.npz"), output) == path
+    assert fetch(photos, output) == path
     assert len(server.gets()) == 1
     assert output.getvalue().endswith("/set/photos.npz: unchanged since it was downloaded into the cache\n")
 
 
 def test_another_version_is_another_entry(server: Server):
-    server.resources["/photos.npz"] = Resource(npz())
-    old = fetch(server.url("/photos.npz"))
-    server.resources["/photos.npz"] = Resource(npz(seed=1), etag='"2"')
-    new = fetch(server.url("/photos.npz"))
-    assert (old.read_bytes(), new.read_bytes()) == (npz(), npz(seed=1))
-    # Without an ETag, the time of the last change tells.
-    for day in (1, 2, 1):
-        time_stamp = {"Last-Modified": f"Sun, 0{day} Nov 2026 08:00:00 GMT"}
-        server.resources["/photos.npz"] = Resource(npz(seed=day), etag=None, headers=time_stamp)
-        assert fetch(server.url("/photos.npz")).read_bytes() == npz(seed=day)
+    """Without an ETag, the time of the last change tells."""
+    for seed in (1, 2, 1):
+        time_stamp = {"Last-Modified": f"Sun, 0{seed} Nov 2026 08:00:00 GMT"}
+        server.resources["/etag.npz"] = Resource(npz(seed=seed), etag=f'"{seed}"')
+        server.resources["/time.npz"] = Resource(npz(seed=seed), etag=None, headers=time_stamp)
+        for path in ("/etag.npz", "/time.npz"):
+            assert fetch(server.url(path)).read_bytes() == npz(seed=seed)
     assert len(server.gets()) == 4
 
 
@@ -238,30 +241,28 @@ def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: P
     assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
 
 
-def test_a_download_is_not_removed_while_it_is_used(server: Server, cache: Path):
-    server.resources["/photos.npz"] = Resource(npz())
-    used = find(server.url("/photos.npz"), console=Console(None))
+def test_a_download_is_not_removed_while_it_is_used(photos: str, cache: Path):
+    used = find(photos, console=Console(None))
     (entry,) = (entry for entry in entries(cache) if entry.is_limited)
-    assert (entry.what, remove(entry.path)) == (server.url("/photos.npz"), False)
+    assert (entry.what, remove(entry.path)) == (photos, False)
     del used
     assert remove(entry.path)
 
 
 def test_commands(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Server, photos: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
-    server.resources["/photos.npz"] = Resource(npz())
-    url, run = server.url("/photos.npz"), str(tmp_path / "run")
+    run = str(tmp_path / "run")
     changes = ["--epochs", "1", "--batch-size", "8", "--devices", "cpu"]
-    assert main(["train", url, "--model", "fast-cnn-16", "--out", run, *changes]) == 0
-    assert f'path = "{url}"' in (tmp_path / "run" / "recipe.toml").read_text()
-    assert 'job = "photos"' in (tmp_path / "run" / "recipe.toml").read_text()
-    assert main(["train", url, "--out", run, "--resume", "--devices", "cpu"]) == 0
+    assert main(["train", photos, "--model", "fast-cnn-16", "--out", run, *changes]) == 0
+    recipe = (tmp_path / "run" / "recipe.toml").read_text()
+    assert f'path = "{photos}"' in recipe and 'job = "photos"' in recipe
+    assert main(["train", photos, "--out", run, "--resume", "--devices", "cpu"]) == 0
     capfd.readouterr()
     assert main(["evaluate", run, "--devices", "cpu", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["test_count"] == 6
-    assert main(["pack", url, "--size", "8", "--out", str(tmp_path / "pack"), "--json"]) == 0
+    assert main(["pack", photos, "--size", "8", "--out", str(tmp_path / "pack"), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["images"] == 60
     assert len(server.gets()) == 1
     assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2

@@ -252,8 +252,7 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
         digests = known.read_bytes()
     if len(digests) != DIGEST_BYTES * len(names):
         digests = _read_digests(names, stamps, report)
-        is_settled = all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps)
-        if is_settled and stamps == list(map(_stamp, names)):
+        if all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps):
             with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
                 memo.mkdir(parents=True, exist_ok=True)
                 write_atomically(known, digests)
