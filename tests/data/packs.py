@@ -4,6 +4,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from PIL import Image
 
 from flatout.data.build import load_pack
 from flatout.data.decode import decode_image
+from flatout.data.detect import recognise
+from flatout.data.formats.arrays import from_arrays
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.source import DataSource, ImageDataset
 
@@ -41,31 +44,19 @@ def settings(**changes) -> PackSettings:
     return PackSettings(**{**values, **changes})
 
 
-def class_folders(folder: Path, count: int = 45) -> ImageDataset:
-    """Images of three classes, every fifth in the test split; each has its own content."""
+def class_folders(folder: Path) -> ImageDataset:
+    """45 images of three classes, every fifth in the test split; each has its own content."""
     rng = np.random.default_rng(1)
-    train, test = [], []
-    for index in range(count):
-        file = folder / f"{index % 3}" / f"{index}.jpg"
+    for index in range(45):
+        file = folder / ("train" if index % 5 else "test") / "abc"[index % 3] / f"{index:02}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file)
-        (test if index // 3 % 5 == 0 else train).append((index % 3, file))
-    both = train + test
-    return ImageDataset(
-        kind="class folders",
-        path=folder,
-        classes=("a", "b", "c"),
-        labels=np.array([label for label, _ in both]),
-        splits={"train": (0, len(train)), "test": (len(train), len(both))},
-        files=[file for _, file in both],
-        notes=("A note.",),
-    )
+    return replace(recognise(folder).read(), notes=("A note.",))
 
 
-def arrays(count: int = 40, side: int = 16) -> ImageDataset:
-    images = np.random.default_rng(2).integers(0, 256, (count, side, side, 3), np.uint8)
-    labels, splits = np.arange(count) % 2, {"train": (0, count)}
-    return ImageDataset(kind="arrays", path=None, classes=("a", "b"), labels=labels, splits=splits, images=images)
+def arrays(side: int = 16) -> ImageDataset:
+    images = np.random.default_rng(2).integers(0, 256, (40, side, side, 3), np.uint8)
+    return from_arrays((images, np.arange(40) % 2))
 
 
 def repeated(folder: Path, count: int) -> ImageDataset:

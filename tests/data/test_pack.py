@@ -140,7 +140,7 @@ def test_a_pack_is_read_and_shared_after_its_cache_was_removed(tmp_path, source,
             assert np.array_equal(samples.images_at(rows), images[rows])
 
 
-@pytest.mark.parametrize("place", ["data/0/0.jpg/cache", "x" * 300 + "/cache"])
+@pytest.mark.parametrize("place", ["data/test/a/00.jpg/cache", "x" * 300 + "/cache"])
 def test_without_a_cache_that_can_be_written_the_run_continues_with_a_warning(tmp_path, source, place):
     report = Recorder()
     pack = load_pack(source, settings(), cache=tmp_path / place, report=report)

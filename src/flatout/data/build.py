@@ -228,7 +228,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             raise InputError(f"{source.path or 'data'}: the images have {found} channel{'s' * (found > 1)}, {fix}")
         highest = int(images.max()) if bits < 8 * images.itemsize else 0  # scales 16 bits to 8
     needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
-    with unfinished(target, f"{len(source):,} images need", needed) as folder:
+    with unfinished(target, f"{len(source):,} images need {needed:,} bytes", needed) as folder:
         blocks, bad = write_images(
             folder,
             count=len(source),

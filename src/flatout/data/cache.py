@@ -111,10 +111,10 @@ def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(folder: Path, what: str, needed: int) -> Iterator[None]:
+def writing(folder: Path, what: str, needed: int = 0) -> Iterator[None]:
     """Make a folder to write to; raise NotWritable, or DiskFull, at once if fewer than the `needed` bytes are free.
 
-    `what` begins a sentence, such as "500 images need".
+    `what` is for the message, such as "500 images need 1,000,000 bytes".
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,8 +125,8 @@ def writing(folder: Path, what: str, needed: int) -> Iterator[None]:
         if error.errno not in NO_SPACE:
             raise NotWritable(folder, error) from None
         raise DiskFull(
-            f"{folder}: the disk is full, or a limit reached: {what} {needed:,} bytes and "
-            f"{shutil.disk_usage(folder).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+            f"{folder}: the disk is full, or a limit reached: {what} and {shutil.disk_usage(folder).free:,} are free; "
+            "make room, or set FLATOUT_CACHE to a folder on a larger disk"
         ) from None
 
 

@@ -22,18 +22,9 @@ from fsspec.callbacks import DEFAULT_CALLBACK, Callback
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from flatout import __version__
-from flatout.data.cache import (
-    DOWNLOAD,
-    NotWritable,
-    Progress,
-    cache_folder,
-    combined_digest,
-    making,
-    use,
-    writing,
-)
+from flatout.data.cache import DOWNLOAD, Progress, cache_folder, combined_digest, making, use, writing
 from flatout.data.formats.shards import expand_braces
-from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
+from flatout.utils.errors import InputError, Stopped, causes, first_line
 from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 # Timeout of a silent connection.
@@ -112,7 +103,7 @@ def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
     done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
     paths = [unfinished / file.name for file in missing]
-    with writing(target.parent, f"{server.shown} needs", needed):
+    with writing(target.parent, f"{server.shown} needs {needed:,} bytes", needed):
         report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
         try:
             server.get([file.path for file in missing], paths, _Shown(total - needed, total, report))
@@ -301,16 +292,10 @@ def where_to_get(job: str) -> str:
 
 def download_public(data: PublicData, folder: Path, report: Progress) -> Path:
     """Download the files that are missing or damaged into a folder; every mirror is tried in turn."""
-    with making(folder, "downloading this data", report):
-        try:
-            folder.mkdir(exist_ok=True)
-            for name, md5 in data.files.items():
-                if not (folder / name).is_file() or _md5(folder / name) != md5:
-                    _download_public_file(data, name, folder, report)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise DiskFull(f"{folder}: the disk is full; make room, or set FLATOUT_CACHE") from None
-            raise NotWritable(folder, error) from None
+    with making(folder, "downloading this data", report), writing(folder, "the data needs more bytes"):
+        for name, md5 in data.files.items():
+            if not (folder / name).is_file() or _md5(folder / name) != md5:
+                _download_public_file(data, name, folder, report)
     return folder
 
 

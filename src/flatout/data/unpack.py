@@ -75,7 +75,7 @@ def _publish(path: Path, entry: Path, report: Progress) -> None:
         with reading(path), zipfile.ZipFile(path) as archive:
             total = sum(info.file_size for info in archive.infolist())
     refuse_bomb(path, path.stat().st_size, total)
-    with unfinished(entry, f"unpacking {path} needs", total) as folder:
+    with unfinished(entry, f"unpacking {path} needs {total:,} bytes", total) as folder:
         report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
         (folder / path.name).mkdir()
         with reading(path):
