@@ -1,5 +1,7 @@
 """Splits taken from the training images, and folds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 
 from flatout.config import Data
 from flatout.data import splits as splitting
+from flatout.data.formats.arrays import from_arrays
 from flatout.data.pack import Pack
 from flatout.data.splits import divide, folds_of, split_by_labels, splits_of, stratified_split
 from flatout.utils.errors import InputError
+from tests.data.packs import load, settings
 
 
 @example(counts=[1, 6], fraction=0.5, seed=0)
@@ -106,18 +110,8 @@ def pack_of_copies(*, groups: bool = False, times: int = 3) -> Pack:
     """So many copies of 60 noise images, in random order."""
     numbers = np.random.default_rng(1).permutation(60 * times) % 60
     images = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 3), np.uint8)[numbers]
-    return Pack(
-        folder=None,
-        path=None,
-        images=images,
-        labels=numbers % 3,
-        classes=("a", "b", "c"),
-        splits={"train": (0, len(images))},
-        groups=np.arange(len(images)) // 2 if groups else None,
-        resize="squash",
-        kind="arrays",
-        fingerprint="",
-    )
+    pack = load(from_arrays((images, numbers % 3)), None, settings(size=4))
+    return replace(pack, groups=np.arange(len(images)) // 2 if groups else None)
 
 
 @pytest.mark.parametrize("changes", [{}, {"test_fraction": 0.2}, {"folds": 4, "fold": 2}])
