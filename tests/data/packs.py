@@ -40,8 +40,7 @@ class Silent(Recorder):
 
 
 def settings(**changes) -> PackSettings:
-    values = {"size": 16, "channels": 3, "resize": "squash", "on_bad_image": "stop", "max_bad_share": 0.05}
-    return PackSettings(**{**values, **changes})
+    return PackSettings(**{"size": 16, "channels": 3, **changes})
 
 
 def class_folders(folder: Path) -> ImageDataset:

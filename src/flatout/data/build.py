@@ -52,11 +52,7 @@ from flatout.utils.files import lock, printable
 def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
     """Return the pack that a recipe asks for, from the cache if possible."""
     data = recipe.data
-    settings = PackSettings(
-        size=collapse_size(recipe.stored_sides),
-        channels=recipe.channels,
-        **{name: getattr(data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
-    )
+    settings = PackSettings(**vars(data), size=collapse_size(recipe.stored_sides), channels=recipe.channels)
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
     if data.group_column and pack.groups is None:
         raise InputError(f"data.group_column = {data.group_column!r}: {pack.kind} have no columns; remove it")
@@ -73,13 +69,7 @@ def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, repor
     return replace(pack, classes=data.class_names)
 
 
-def load_pack(
-    data: DataSource | ImageDataset,
-    settings: PackSettings,
-    *,
-    cache: Path | None,
-    report: Progress,
-) -> Pack:
+def load_pack(data: DataSource | ImageDataset, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
     """Return the data as a pack: the user's own, a cached one, or a new one.
 
     If the cache is not writable, the pack is a temporary file that disappears with the process. Arrays of the right

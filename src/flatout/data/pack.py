@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.config import Data
 from flatout.config.settings import Size, sides
 from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
@@ -53,15 +54,11 @@ class DamagedPack(InputError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackSettings:
-    """The settings of a pack, as in a recipe."""
+class PackSettings(Data):
+    """The `data` section of a recipe, and the size and channels of the images."""
 
     size: Size
     channels: int
-    resize: str
-    on_bad_image: str
-    max_bad_share: float
-    bits: int = 0
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
