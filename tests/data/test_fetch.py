@@ -405,6 +405,8 @@ def test_mirrors_are_tried_in_turn(tmp_path: Path, mirrors: Callable[..., Public
         assert words in str(caught.value)
     assert f"get a.bin, b.bin by other means, put them into {tmp_path / 'data'}" in str(caught.value)
     assert contents(tmp_path / "data") == {}
+    with files_limited_to(1000), pytest.raises(DiskFull, match=r"the data needs more bytes and .* are free; make room"):
+        download_public(mirrors("good"), tmp_path / "data", Recorder())
     download_public(mirrors("missing", "wrong", "cut", "good"), tmp_path / "data", Recorder())
     assert contents(tmp_path / "data") == FILES
     (tmp_path / "file").touch()

@@ -83,7 +83,7 @@ def test_arrays_are_resized_as_files_are_and_stay_in_memory_where_they_fit(tmp_p
 def test_a_pack_of_the_users_is_opened(tmp_path, source):
     build_pack(source, settings(), tmp_path / "out", Recorder())
     found = recognise(tmp_path / "out")
-    assert load(found, tmp_path / "cache").folder == tmp_path / "out"
+    assert load(found, tmp_path / "cache").path == tmp_path / "out"
     with pytest.raises(InputError, match="is a pack already"):
         build_pack(found, settings(), tmp_path / "other", Recorder())
 
@@ -102,20 +102,20 @@ def test_the_fingerprint_is_of_the_content_alone(tmp_path, source):
 
 
 def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path, source):
-    folders = {load(source, tmp_path / "cache").folder}
+    folders = {load(source, tmp_path / "cache").path}
     shutil.copytree(tmp_path / "data", tmp_path / "moved")
     # Other treatment of bad images, and bits that the data has, change no pixel.
     lenient = settings(on_bad_image="skip", max_bad_share=0.5, bits=8)
     for same, wanted in ((source, lenient), (class_folders(tmp_path / "moved"), settings())):
         again = load(same, tmp_path / "cache", wanted)
-        assert (again.was_cached, {again.folder}) == (True, folders)
+        assert (again.was_cached, {again.path}) == (True, folders)
     for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
-        folders.add(load(source, tmp_path / "cache", settings(**changes)).folder)
+        folders.add(load(source, tmp_path / "cache", settings(**changes)).path)
     first, second, *_ = list(source.files or [])
     Path(str(first)).write_bytes(second.read_bytes())
-    folders.add(load(source, tmp_path / "cache").folder)
+    folders.add(load(source, tmp_path / "cache").path)
     source.labels[0] += 1
-    folders.add(load(source, tmp_path / "cache").folder)
+    folders.add(load(source, tmp_path / "cache").path)
     assert len(folders) == 6
 
 
@@ -211,7 +211,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_is_seen_and_a_cached_pack_made_again(tmp_path, source, what):
-    (name, damage), folder, report = DAMAGE[what], load(source, tmp_path / "cache").folder, Recorder()
+    (name, damage), folder, report = DAMAGE[what], load(source, tmp_path / "cache").path, Recorder()
     assert folder
     damage(folder / name)
     with pytest.raises(InputError, match=rf"{name}: is damaged .*; delete .* and pack the data again"):
@@ -242,7 +242,7 @@ def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, source
 
 
 def test_what_a_killed_process_left_is_made_anew(tmp_path, source):
-    folder = load(source, tmp_path / "cache").folder
+    folder = load(source, tmp_path / "cache").path
     assert folder
     flip(folder / "images.npy", 1000)
     partial = folder.rename(f"{folder}.partial")
@@ -314,7 +314,7 @@ def limited(cache: Path) -> list[Path]:
 def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, source, monkeypatch):
     cache = tmp_path / "cache"
     used = {size: load(source, cache, settings(size=size)) for size in (16, 17, 18)}
-    folders = {size: pack.folder for size, pack in used.items() if pack.folder}
+    folders = {size: pack.path for size, pack in used.items() if pack.path}
     for age, size in enumerate((17, 16, 18)):
         os.utime(folders[size], (age, age))
     assert limited(cache) == [folders[size] for size in (17, 16, 18)]
@@ -326,7 +326,7 @@ def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, sourc
     report = Recorder()
     new = load_pack(source, settings(size=9), cache=cache, report=report)
     # 17 is the oldest, but in use.
-    assert set(limited(cache)) == {folders[17], new.folder}
+    assert set(limited(cache)) == {folders[17], new.path}
     assert len(report.notes) == 2
     assert "removed the least recently used entry" in report.notes[0]
     assert np.array_equal(used[17].images, expected_images(source, settings(size=17)))

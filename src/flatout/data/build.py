@@ -110,16 +110,16 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     }
     if [*has.values()] != [shown(settings.size), settings.channels, settings.resize, settings.bits or pack.bits]:
         fix = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value in has.items())
-        raise InputError(f"{pack.folder}: does not fit the recipe; use {fix}, or make another pack with flatout pack")
+        raise InputError(f"{pack.path}: does not fit the recipe; use {fix}, or make another pack with flatout pack")
     return pack
 
 
 def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
-    fields = vars(source) | {"images": images, "groups": source.group_numbers, "unpacked": None}
+    fields = vars(source) | {"path": None, "images": images, "groups": source.group_numbers, "unpacked": None}
     fingerprint = fingerprint_of(source.labels, source.splits, crc32s_of(images))
-    return Pack(**fields, folder=None, resize=settings.resize, fingerprint=fingerprint)
+    return Pack(**fields, resize=settings.resize, fingerprint=fingerprint)
 
 
 def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: Progress) -> Pack:
@@ -131,7 +131,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
         pack = _build(source, settings, folder / "pack", report)
         if not has_open_file(pack.images):
             weakref.finalize(pack.images, stack.pop_all().close)
-    return replace(pack, folder=None)
+    return replace(pack, path=None)
 
 
 # The cache
@@ -193,9 +193,9 @@ def _open_cached(target: Path, report: Progress) -> Pack | None:
 
 def _in_use(pack: Pack) -> Pack:
     """Mark a cached pack as used while its images exist, so that it is not removed to make room."""
-    assert pack.folder is not None
+    assert pack.path is not None
     with suppress(OSError):  # some network file systems have no locks
-        descriptor = lock(pack.folder / DESCRIPTION, shared=True)
+        descriptor = lock(pack.path / DESCRIPTION, shared=True)
         assert descriptor is not None
         weakref.finalize(pack.images, os.close, descriptor)
     return pack

@@ -68,9 +68,11 @@ class PackSettings(Data):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack(ImageDataset):
-    """A data set of decoded images, with `groups` int64 [N]; `kind` is that of the data it was made from."""
+    """A data set of decoded images, with `groups` int64 [N].
 
-    folder: Path | None  # None if it is in memory or unnamed
+    `kind` is that of the data it was made from; `path` is its folder, None if it is in memory or unnamed.
+    """
+
     images: np.ndarray = field()  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
     resize: str  # the method, see `data.resize`
     skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
@@ -221,7 +223,6 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         if verify:
             _verify_images(file, blocks, images[:1].nbytes)
         return Pack(
-            folder=folder,
             path=folder,
             images=images,
             labels=labels,

@@ -253,7 +253,7 @@ def about_run(recipe: Recipe, engine: str, pack: Pack) -> dict[str, Any]:
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "engine": engine,
         "classes": list(pack.classes),
-        "pack": str(pack.folder.absolute()) if pack.folder else None,
+        "pack": str(pack.path.absolute()) if pack.path else None,
         "pack_fingerprint": pack.fingerprint,
         "pack_was_cached": pack.was_cached,
         "skipped_images": pack.skipped,
