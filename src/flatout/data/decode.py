@@ -317,12 +317,9 @@ class _StrictPillow:
             if self._inside == 0:
                 self._before.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", module=r"PIL\.")
-                for module, name, value in (
-                    (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
-                    (Image, "MAX_IMAGE_PIXELS", None),
-                ):
-                    self._before.callback(setattr, module, name, getattr(module, name))
-                    setattr(module, name, value)
+                self._before.callback(setattr, ImageFile, "LOAD_TRUNCATED_IMAGES", ImageFile.LOAD_TRUNCATED_IMAGES)
+                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, None
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:

@@ -92,8 +92,7 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
 
 def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that are divided into folds (training and validation images) and the fold of each, from 1."""
-    spans = [span for name, span in pack.splits.items() if name != "test"]
-    pool = np.concatenate([np.arange(start, stop) for start, stop in spans])
+    pool = np.concatenate([np.arange(*span) for name, span in pack.splits.items() if name != "test"])
     groups = None if pack.groups is None else pack.groups[pool]
     return pool, divide(pack.labels[pool], count, seed, groups, copies=_identical(pack, pool))
 
