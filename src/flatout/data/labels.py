@@ -56,10 +56,6 @@ class DistinctLabels:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, images: slice) -> "DistinctLabels":
-        used, codes = np.unique(self.codes[images], return_inverse=True)
-        return DistinctLabels([self.values[i] for i in used], codes)
-
 
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """Count the images of each class, int64 [classes], for labels of any task."""

@@ -10,12 +10,11 @@ import io
 import json
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import chain, islice, pairwise
+from functools import cache, cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +107,10 @@ def _source(
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    text, locator = _TextFile(path), _Locator(path.parent, options)
+    text, locator = _TextFile(path), _Locator(path.parent, "train", options)
     with suppress(InputError):
-        columns = _find_columns(text, locator, "train", options)
-        return any(locator.find(cells[columns.file], "train") for cells in text.head[columns.has_header :][:1])
+        columns = _find_columns(text, locator, options)
+        return any(locator.find(cells[columns.file]) for cells in text.head[columns.has_header :][:1])
     return False
 
 
@@ -152,7 +151,7 @@ class _TextFile:
         if not self.head:
             raise InputError(f"{path}: {_EMPTY}")
 
-    def place(self, row: int) -> str:
+    def place(self, row: int | np.integer) -> str:
         """Return the start of a message about a row."""
         return f"{self.path}: line {self._lines[row]}"
 
@@ -160,7 +159,7 @@ class _TextFile:
     def _lines(self) -> list[int]:
         return [line for line, _ in self._rows()]
 
-    def columns(self) -> list[Any]:
+    def columns(self) -> list[pa.Array]:
         """Read all columns, Arrow arrays of text [rows]."""
         # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
         if self._suffix not in (".jsonl", ".txt") and self._data.count(b'"') % 2 == 0:
@@ -172,7 +171,7 @@ class _TextFile:
             raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
         return [pa.array(column, pa.string()) for column in zip(*(cells for _, cells in rows), strict=True)]
 
-    def _arrow_columns(self) -> list[Any]:
+    def _arrow_columns(self) -> list[pa.Array]:
         types = {str(i): pa.string() for i in range(len(self.head[0]))}
         table = pyarrow.csv.read_csv(
             pa.BufferReader(self._data),
@@ -235,23 +234,22 @@ class _NoLabels(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """Column indices, the names of the label columns, whether splits are flags, and whether there is a header."""
+    """Column indices (and names of label columns), whether splits are flags, and whether there is a header."""
 
     file: int
-    labels: tuple[int, ...]
-    label_names: tuple[str, ...]
+    labels: dict[int, str | int]
     split: int | None
     has_flags: bool
     group: int | None
     has_header: bool
 
 
-def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> _Columns:
+def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) -> _Columns:
     """Find the columns by the options, else by the header, else by content."""
     path = text.path
     # Messages about columns fit one line.
     first = [" ".join(cell.splitlines()) for cell in text.head[0]]
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in first)
     header, body = first if has_header else [], next(iter(text.head[has_header:]), [])
     width, keys = len(first), ["".join(words_of(name)) for name in header]
 
@@ -285,8 +283,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
         raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
     return _Columns(
         file=file,
-        labels=labels,
-        label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
+        labels={label: header[label] if header else label + 1 for label in labels},
         split=flags,
         has_flags=flags is not None and keys[flags] == "isvalid",
         group=group,
@@ -298,70 +295,65 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
 
 
 class _Locator:
-    """Finds the image files that rows name, without suffix if only one fits.
+    """Finds the image files that rows of a split name, without suffix if only one fits.
 
     Paths are relative to `data.images`, the folder of the list, or its subfolders named after the split (Kaggle's
     train.csv next to train_images/) or `images`. Each folder is listed once.
     """
 
-    def __init__(self, folder: Path, options: ReadOptions) -> None:
-        self._folder, self._images = folder, None
+    def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
         if options.images:
-            self._images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
-            if not self._images.is_dir():
+            images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
+            if not images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
-        self._bases, self._folders = cache(self._bases), cache(self._folders)
-        self._files, self._stems = cache(self._files), cache(self._stems)
-        self._real_bases = cache(lambda split: [base.resolve() for base in self._bases(split)])
+            self._bases, self._where = [images, folder], f"{images} and {folder}"
+        else:
+            named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
+            self._bases, self._where = [folder, *(entry.path for entry in named if entry.is_dir())], str(folder)
+        self._real_bases = [base.resolve() for base in self._bases]
+        self._folders, self._files, self._stems = cache(self._folders), cache(self._files), cache(self._stems)
 
-    def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> list[str]:
-        """Find the files that an Arrow array names; those missing or outside the folders are one error."""
+    def find_all(self, cells: pa.Array, place: Callable[[int], str]) -> list[str]:
+        """Find the files that an array names; those missing or outside the folders are one error."""
         spans = (cells[start : start + _CHUNK] for start in range(0, len(cells), _CHUNK))
-        found = [self.find(cell, split) for span in spans for cell in span.to_pylist()]
+        found = [self.find(cell) for span in spans for cell in span.to_pylist()]
         if missing := [f"{place(i)}: {cells[i].as_py() or '(empty)'}" for i, file in enumerate(found) if file is None]:
-            where = f"{self._images} and {self._folder}" if self._images else self._folder
             raise InputError(
-                f"files that are missing or not below {where}, {len(missing):,} (--set data.images=DIR names another "
-                f"folder): {first_few(missing)}"
+                f"files that are missing or not below {self._where}, {len(missing):,} (--set data.images=DIR names "
+                f"another folder): {first_few(missing)}"
             )
         return [file for file in found if file is not None]
 
-    def find(self, cell: str, split: str) -> str | None:
+    def find(self, cell: str) -> str | None:
         """Return the path of a file, or None."""
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
-        for folder in self._folders(parent or slash, split):
-            if found := self._files(folder, split).get(name) or self._stems(folder, split).get(name):
+        for folder in self._folders(parent or slash):
+            if found := self._files(folder).get(name) or self._stems(folder).get(name):
                 return found
         return None
 
-    def _bases(self, split: str) -> list[Path]:
-        if self._images:
-            return [self._images, self._folder]
-        named = [e for e in visible(self._folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
-        return [self._folder, *(entry.path for entry in named if entry.is_dir())]
+    def _folders(self, parent: str) -> list[str]:
+        bases = () if "\0" in parent else self._bases  # JSON can hold NUL, which no path may
+        return [str(base / parent) for base in bases if self._is_inside(base / parent)]
 
-    def _folders(self, parent: str, split: str) -> list[str]:
-        bases = () if "\0" in parent else self._bases(split)  # JSON can hold NUL, which no path may
-        return [str(base / parent) for base in bases if self._is_inside(base / parent, split)]
-
-    def _is_inside(self, path: Path, split: str) -> bool:
+    def _is_inside(self, path: Path) -> bool:
         real = Path(os.path.realpath(path))  # Path.resolve refuses circles of links
-        return any(map(real.is_relative_to, self._real_bases(split)))
+        return any(map(real.is_relative_to, self._real_bases))
 
-    def _files(self, folder: str, split: str) -> dict[str, str]:
+    def _files(self, folder: str) -> dict[str, str]:
         """Return name -> path of the files of a folder; empty if it cannot be read."""
         files: dict[str, str] = {}
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:  # there may be millions
                 is_file, path = entry.is_file(follow_symlinks=False), entry.path
-                if is_file or (Path(path).is_file() and self._is_inside(Path(path), split)):
+                if is_file or (Path(path).is_file() and self._is_inside(Path(path))):
                     files[entry.name] = path
         return files
 
-    def _stems(self, folder: str, split: str) -> dict[str, str]:
+    def _stems(self, folder: str) -> dict[str, str]:
         """Return name without suffix -> path of the images of a folder; empty where several have one stem."""
         stems: dict[str, str] = {}
-        for name, path in self._files(folder, split).items():
+        for name, path in self._files(folder).items():
             if is_image_name(name):
                 stem = name[: name.rindex(".")]
                 stems[stem] = "" if stem in stems else path
@@ -371,35 +363,26 @@ class _Locator:
 # Reading
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The rows of one split: their numbers in the file, the image files, and Arrow arrays of labels and groups."""
-
-    text: _TextFile
-    rows: np.ndarray
-    files: list[str]
-    labels: list[Any]
-    groups: list[Any]
-
-
-def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
+def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> list; one list without a split in its name may have a column of splits."""
-    parts: dict[str, _Part] = {}
+    parts: dict[str, tuple[list[str], DistinctLabels | np.ndarray]] = {}
+    places: dict[str, Callable[[int], str]] = {}
+    groups: dict[str, list[str]] = {}
     notes: list[str] = []
-    names: tuple[str, ...] = ()
-    for name, file in files.items():
-        text, locator = _TextFile(file), _Locator(file.parent, options)
+    names: list[str | int] = []
+    for name, file in lists.items():
+        text, locator = _TextFile(file), cache(partial(_Locator, file.parent, options=options))
         try:
-            columns = _find_columns(text, locator, name or split_within(file.stem) or "train", options)
+            columns = _find_columns(text, locator(name or split_within(file.stem) or "train"), options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
             notes.append(f"there is no {name} split: {error}")
             continue
-        if names and columns.label_names != names:
-            found = ", ".join(columns.label_names)
-            raise InputError(f"{file}: the columns of labels are {found}, elsewhere {', '.join(names)}")
-        names, cells = columns.label_names, text.columns()
+        if names and [*columns.labels.values()] != names:
+            found, known = (", ".join(map(repr, some)) for some in (columns.labels.values(), names))
+            raise InputError(f"{file}: the columns of labels are {found}, elsewhere {known}")
+        names, cells = [*columns.labels.values()], text.columns()
         rows = np.arange(int(columns.has_header), len(cells[0]))
         if not len(rows):
             raise InputError(f"{file}: {_EMPTY}")
@@ -407,49 +390,36 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         if not name and columns.split is not None:
             splits = _split_rows(text, cells[columns.split], rows, columns.has_flags)
         for split, own in splits.items():
-            files_of = cells[columns.file].take(own)
-            parts[split] = _Part(
-                text=text,
-                rows=own,
-                files=locator.find_all(files_of, split, lambda i, t=text, own=own: t.place(int(own[i]))),
-                labels=[cells[column].take(own) for column in columns.labels],
-                groups=[] if columns.group is None else cells[columns.group].take(own).to_pylist(),
-            )
+            place = places[split] = lambda i, text=text, own=own: text.place(own[i])
+            files = locator(split).find_all(cells[columns.file].take(own), place)
+            parts[split] = files, _read_labels([cells[column].take(own) for column in columns.labels], place)
+            groups[split] = [] if columns.group is None else cells[columns.group].take(own).to_pylist()
+            if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups[split]) if not group]:
+                raise InputError(first_few(empty))
     parts = in_order(parts, path)
-    every, starts = list(parts.values()), np.cumsum([0, *(len(part.rows) for part in parts.values())]).tolist()
-
-    def place(i: int) -> str:
-        number = bisect_right(starts, i) - 1
-        return every[number].text.place(int(every[number].rows[i - starts[number]]))
-
-    spans = {split: slice(*span) for split, span in zip(parts, pairwise(starts), strict=True)}
-    labels = _read_labels(
-        [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)], place
-    )
-    groups = [group for part in every for group in part.groups]
-    if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
-        raise InputError(first_few(empty))
     seen: set[str] = set()
-    if again := [i for i, file in enumerate(chain(*(p.files for p in every))) if file in seen or seen.add(file)]:
+    every = ((split, i, file) for split, (files, _) in parts.items() for i, file in enumerate(files))
+    if again := [(split, i) for split, i, file in every if file in seen or seen.add(file)]:
+        split, i = again[0]
         notes.append(
-            f"rows that name the image of an earlier row: {len(again):,} (such as {place(again[0])}); several labels "
+            f"rows that name the image of an earlier row: {len(again):,} (such as {places[split](i)}); several labels "
             "of an image belong in one cell, such as cat|dog"
         )
     return assemble(
         kind,
         path,
-        {split: (part.files, labels[spans[split]]) for split, part in parts.items()},
-        names=tuple(name.strip("'") for name in names) if isinstance(labels, np.ndarray) else None,
+        parts,
+        names=tuple(map(str, names)) if len(names) > 1 else None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: place(spans[split].start + i),
-        subject=f"{every[0].text.path}: column {', '.join(names)}",
+        locate=lambda split, i: places[split](i),
+        subject=f"{next(iter(lists.values()))}: column {', '.join(map(repr, names))}",
         task=options.task,
-        groups=groups or None,
+        groups=[group for split in parts for group in groups[split]] or None,
     )
 
 
-def _split_rows(text: _TextFile, cells: Any, rows: np.ndarray, has_flags: bool) -> dict[str, np.ndarray]:
+def _split_rows(text: _TextFile, cells: pa.Array, rows: np.ndarray, has_flags: bool) -> dict[str, np.ndarray]:
     """Divide rows by the column of splits, or of false and true for training and validation."""
     meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if has_flags else {}
     encoded = cells.take(rows).dictionary_encode()
@@ -465,7 +435,7 @@ def _split_rows(text: _TextFile, cells: Any, rows: np.ndarray, has_flags: bool) 
     return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
 
 
-def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+def _read_labels(columns: list[pa.Array], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
     """Read a column of labels, or several of 0 and 1 that are named after classes as int8 [rows, columns]."""
     encoded = [column.dictionary_encode() for column in columns]
     texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
