@@ -144,7 +144,7 @@ class _ArchiveReader:
 
 
 def _content(folder: Path) -> list[Path]:
-    return [entry.path for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
+    return [Path(entry) for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
 def from_python(data: object, task: str = "auto") -> ImageDataset:

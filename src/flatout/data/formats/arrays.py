@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.formats.folders import visible
+from flatout.data.formats.folders import files_in
 from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
@@ -61,11 +61,10 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
         if not labels.is_file():
             raise InputError(f"{path}: its labels, {labels.name}, are not next to it; or give the folder of both")
         return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, class_list, options)
-    below = visible(path) if path.is_dir() else ()
-    files = {e.path.stem: e.path for e in below if e.name.lower().endswith(".npy") and e.is_file()}
+    files = {file.stem: file for file in files_in(path, lambda name: name.lower().endswith(".npy"))}
     # The `.npy` files may be images that a CSV file lists.
-    is_listed = any(entry.name.lower().endswith((".csv", ".tsv")) for entry in below)
-    if not files or (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
+    lists = files_in(path, lambda name: name.lower().endswith((".csv", ".tsv")))
+    if not files or (lists and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
     return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, class_list, options)
@@ -150,7 +149,7 @@ def _loaded(where: str, load: Callable[[], Any]) -> Any:
 
 # IDX, the format of MNIST: http://yann.lecun.com/exdb/mnist/ (the section on the file format)
 
-_IDX_NAME = re.compile(r".*(images|labels)[-_.]idx\d-(ubyte|byte|short|int)", re.I)
+_IDX_NAME = re.compile(r".*(images|labels)[-_.]idx\d-(ubyte|byte|short|int)(\.gz)?", re.I)
 _IDX_NAMES = "name the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and so on"
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -158,15 +157,12 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise an IDX data set in a folder."""
     if not path.is_dir():
-        if _IDX_NAME.fullmatch(path.name.removesuffix(".gz")):
+        if _IDX_NAME.fullmatch(path.name):
             raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
         return None
-    files: dict[str, Path] = {}
-    for entry in visible(path):
-        name = entry.name.removesuffix(".gz")
-        # The same file compressed and not is common; the uncompressed one comes first, and is faster to read.
-        if _IDX_NAME.fullmatch(name) and entry.is_file():
-            files.setdefault(name, entry.path)
+    # The same file compressed and not is common; the uncompressed one comes first, and is faster to read.
+    found = files_in(path, _IDX_NAME.fullmatch)
+    files = {file.name.removesuffix(".gz"): file for file in reversed(found)}
     if not files:
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
@@ -202,9 +198,7 @@ _CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")
 
 def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the binary version of a CIFAR data set in a folder."""
-    if not path.is_dir():
-        return None
-    files = {entry.name: entry.path for entry in visible(path) if entry.is_file()}
+    files = {file.name: file for file in files_in(path, lambda name: name.endswith((".bin", ".txt")))}
     batches = [file for name, file in files.items() if name.startswith("data_batch_") and name.endswith(".bin")]
     if batches and "test_batch.bin" in files:
         splits, label_bytes = {"train": batches, "test": [files["test_batch.bin"]]}, 1

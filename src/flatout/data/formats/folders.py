@@ -3,9 +3,10 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -29,50 +30,42 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-class Entry:
-    """One entry of a folder. A dangling or circular symbolic link is neither a file nor a folder."""
-
-    __slots__ = ("_entry", "name")
-
-    def __init__(self, entry: "os.DirEntry[str]") -> None:
-        self.name, self._entry = entry.name, entry
-
-    @property
-    def path(self) -> Path:
-        """The folder's path and the name."""
-        return Path(self._entry.path)
-
-    def is_dir(self) -> bool:
-        """Whether it is a folder or a link to one."""
-        with suppress(OSError):
-            return self._entry.is_dir()
-        return False
-
-    def is_file(self) -> bool:
-        """Whether it is a regular file or a link to one."""
-        with suppress(OSError):
-            return self._entry.is_file()
-        return False
-
-
-def visible(folder: Path) -> Sequence[Entry]:
+def visible(folder: Path) -> list["os.DirEntry[str]"]:
     """List a folder by name, without hidden files and operating system artefacts."""
     try:
         with os.scandir(folder) as entries:
-            found = [Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER]
+            found = [entry for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER]
     except OSError as error:
         raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
-    return sorted(found, key=lambda entry: entry.name)
+    return sorted(found, key=attrgetter("name"))
 
 
-def _folders(folder: Path) -> list[Entry]:
-    return [entry for entry in visible(folder) if entry.is_dir()]
+def is_dir(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a folder or a link to one; a circle of links is not."""
+    with suppress(OSError):
+        return entry.is_dir()
+    return False
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """List the folders in a folder by name."""
+    return [Path(entry) for entry in visible(folder) if is_dir(entry)]
+
+
+def files_in(path: Path, is_wanted: Callable[[str], object]) -> list[Path]:
+    """List those files of a folder by name whose names are wanted; none if it is not a folder."""
+    files = []
+    for entry in visible(path) if path.is_dir() else ():
+        with suppress(OSError):
+            if is_wanted(entry.name) and entry.is_file():
+                files.append(Path(entry))
+    return files
 
 
 def has_images(folder: Path) -> bool:
     """Whether there are images in or below a folder; links to folders count unread."""
     return any(
-        entry.path.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
+        entry.is_symlink() or has_images(Path(entry)) if is_dir(entry) else is_image_name(entry.name)
         for entry in visible(folder)
     )
 
@@ -84,7 +77,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     """Recognise a tree of class folders; next to others, a folder `train` that itself contains images is a class."""
     if not path.is_dir():
         return None
-    below, splits = _folders(path), _split_folders(path)
+    below, splits = folders_in(path), _split_folders(path)
     if any(_has_class_folders(folder) for folder in splits.values()):
         splits = in_order(splits, path)
     elif len(splits) == len(below) or not has_images(path):
@@ -93,8 +86,8 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         names = first_few(folder.name for folder in splits.values())
         raise InputError(f"{path}: has {names} beside class folders; put the class folders into {path / 'train'}")
     else:
-        filled = [entry.path for entry in below if entry.path.is_symlink() or has_images(entry.path)]
-        if len(filled) == 1 and len(_folders(filled[0])) > 1:  # some archives wrap the real folder
+        filled = [folder for folder in below if folder.is_symlink() or has_images(folder)]
+        if len(filled) == 1 and len(folders_in(filled[0])) > 1:  # some archives wrap the real folder
             raise InputError(f"{path}: holds images in one folder only, {filled[0].name}; give {filled[0]}")
         splits = {"train": path}
     # A classes.txt in the folder is ignored: the folders name the classes.
@@ -115,20 +108,20 @@ def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[
 
 
 def _split_folders(path: Path) -> dict[str, Path]:
-    return one_per_split(path, ((split_of(entry.name), entry.path) for entry in _folders(path)))
+    return one_per_split(path, ((split_of(folder.name), folder) for folder in folders_in(path)))
 
 
 def _has_class_folders(folder: Path) -> bool:
-    below = len(_folders(folder))
-    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
+    below = len(folders_in(folder))
+    return below > 1 or (below == 1 and not files_in(folder, is_image_name))
 
 
-def _files_below(entry: Entry, above: tuple[Path, ...]) -> Iterator[Entry]:
+def _files_below(entry: "os.DirEntry[str]", above: tuple[Path, ...]) -> Iterator["os.DirEntry[str]"]:
     """Yield a file, or those in and below a folder, unless it is a link to one of those above."""
-    if not entry.is_dir():
+    if not is_dir(entry):
         yield entry
-    elif (real := entry.path.resolve()) not in above:
-        for inner in visible(entry.path):
+    elif (real := Path(entry).resolve()) not in above:
+        for inner in visible(Path(entry)):
             yield from _files_below(inner, (*above, real))
 
 
@@ -140,12 +133,12 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
         images: dict[str, list[str]] = {}
         loose, above = list[str](), (folder.resolve(),)
         for entry in visible(folder):
-            if entry.is_dir() and printable(entry.name) != entry.name:
+            if is_dir(entry) and printable(entry.name) != entry.name:
                 raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
-            own = images.setdefault(entry.name, []) if entry.is_dir() else loose
+            own = images.setdefault(entry.name, []) if is_dir(entry) else loose
             for file in _files_below(entry, above):
                 if is_image_name(file.name):
-                    own.append(str(file.path))
+                    own.append(file.path)
                 else:
                     others[printable(Path(file.name).suffix.lower() or file.name)] += 1
         filled = {name: files for name, files in images.items() if files}
@@ -157,7 +150,7 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
             notes.append(f"ignored images outside the class folders in {folder}: {len(loose):,}")
         codes = np.repeat(np.arange(len(filled)), list(map(len, filled.values())))
         parts[split] = list(chain.from_iterable(filled.values())), DistinctLabels(list(filled), codes)
-    extra = [entry.name for entry in _folders(path) if split_of(entry.name) is None]
+    extra = [folder.name for folder in folders_in(path) if split_of(folder.name) is None]
     if extra and splits != {"train": path}:
         notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
     if others:
@@ -194,7 +187,7 @@ def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, op
     group = "label" if "label" in pattern.groupindex else 1
     parts, others = {}, []
     for split, folder in splits.items():
-        images = [entry.path for entry in visible(folder) if is_image_name(entry.name) and entry.is_file()]
+        images = files_in(folder, is_image_name)
         labels = [match[group] if (match := pattern.search(image.name)) else "" for image in images]
         others += [str(image) for image, label in zip(images, labels, strict=True) if not label]
         parts[split] = images, labels

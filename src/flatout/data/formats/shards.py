@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
-from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.formats.folders import is_dir, is_image_name, visible
 from flatout.data.labels import distinct_names, find_class_list
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
@@ -69,10 +69,10 @@ def find_shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[P
 
 def _files(folder: Path) -> Iterator[tuple[str | None, Path]]:
     for entry in visible(folder):
-        if not entry.is_dir():
-            yield None, entry.path
+        if not is_dir(entry):
+            yield None, Path(entry)
         elif entry.name.lower() == "data" or split_of(entry.name):
-            yield from ((split_of(entry.name), inner.path) for inner in visible(entry.path))
+            yield from ((split_of(entry.name), Path(inner)) for inner in visible(Path(entry)))
 
 
 def reference(

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, one_per_split, visible
+from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
 from flatout.data.labels import DistinctLabels, find_class_list, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
@@ -60,15 +60,14 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     if not path.is_dir():
         files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
         return _source(KIND, path, files, class_list, options)
-    found = [entry.path for entry in visible(path) if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
+    found = files_in(path, lambda name: name.lower().endswith(SUFFIXES))
     files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
-        below = [(split_of(entry.name), entry.path) for entry in visible(path) if entry.is_dir()]
-        metadata = ((split, folder / name) for split, folder in below for name in _METADATA)
-        files = one_per_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
+        metadata = (folder / name for folder in folders_in(path) for name in _METADATA)
+        files = one_per_split(path, [(split_of(file.parent.name), file) for file in metadata if file.is_file()])
     elif "train" not in files:
-        inside = [entry.name for entry in visible(path) if entry.is_dir()]
-        is_one_class = len(inside) == 1 and not split_of(inside[0])
+        inside = folders_in(path)
+        is_one_class = len(inside) == 1 and not split_of(inside[0].name)
         is_list = is_one_class or (len(found) == 1 and _names_images(found[0], options))
         if not is_list and folders.recognise(path, class_list, options):
             return None
@@ -85,7 +84,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
     if not path.is_dir():
         files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
     else:
-        texts = [entry.path for entry in visible(path) if entry.name.lower().endswith(".txt") and entry.is_file()]
+        texts = files_in(path, lambda name: name.lower().endswith(".txt"))
         sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
         splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
         files = one_per_split(
@@ -308,8 +307,8 @@ class _Locator:
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
             self._bases, self._where = [images, folder], f"{images} and {folder}"
         else:
-            named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
-            self._bases, self._where = [folder, *(entry.path for entry in named if entry.is_dir())], str(folder)
+            named = [f for f in folders_in(folder) if split_of(f.name) == split or f.name.lower() in _IMAGE_FOLDERS]
+            self._bases, self._where = [folder, *named], str(folder)
         self._real_bases = [base.resolve() for base in self._bases]
         self._folders, self._files, self._stems = cache(self._folders), cache(self._files), cache(self._stems)
 
