@@ -236,6 +236,7 @@ def test_json_longer_than_a_chunk_with_names(tmp_path: Path):
     [
         ([[GOOD, [0, 1]]] * 2, "holds 2 pairs"),
         ([[GOOD, [0, 1]]] * 4, "holds 4 pairs"),
+        ([[[], [1]], *[[GOOD, [0, 1]]] * 3], "holds 4 pairs, 3 with images"),
         ([[[[0.0, 0.0, 0.0]], [0]]] * 3, "pair 1: image 0: must be a list of numbers, for all images the same square"),
         ([[GOOD, [0, 1]], [[[9.0]], [0]], [GOOD, [0, 1]]], "valid: pixels run from 9 to 9 .* where 0..1 is expected"),
         ([[GOOD, [0, None]]] * 3, "holds None where an image or a label is expected"),

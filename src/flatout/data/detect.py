@@ -105,7 +105,8 @@ def recognise(
     if not found.inputs:
         return found
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-    return replace(found, inputs=(*found.inputs, class_list) if class_list else found.inputs, options=repr(given))
+    inputs = dict.fromkeys((*found.inputs, *([class_list] if class_list else [])))
+    return replace(found, inputs=tuple(inputs), options=repr(given))
 
 
 def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:

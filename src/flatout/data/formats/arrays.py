@@ -244,7 +244,9 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
     """Parse a file as a stream: a whole data set of Python floats would take gigabytes."""
     import ijson
 
-    pairs = [_Pair(f"{path}: pair 1")]
+    # Of each pair: the pixels of its images, float32, and its labels.
+    pixels, labels = [bytearray()], [list[int | float | str]()]
+    length = 0
     with reading(path), open_decompressed(path) as file:
         stream = _Shallow(LimitedStream(file, path), path)
         try:
@@ -252,25 +254,37 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
             # next pair.
             for value in ijson.items(stream, "item.item.item", use_float=True, buf_size=1 << 20):
                 if isinstance(value, list):
-                    if pairs[-1].labels:
-                        pairs.append(_Pair(f"{path}: pair {len(pairs) + 1}"))
-                    pairs[-1].add(value)
+                    if labels[-1]:
+                        pixels.append(bytearray())
+                        labels.append([])
+                    length = length or len(value)
+                    try:
+                        image = np.array(value, np.float32)
+                        if image.shape != (math.isqrt(length) ** 2,) or not length:
+                            raise ValueError
+                    except (TypeError, ValueError):
+                        where = f"{path}: pair {len(pixels)}: image {len(pixels[-1]) // max(1, 4 * length)}"
+                        need = "a list of numbers, for all images the same square number, such as 784 for 28x28"
+                        raise InputError(f"{where}: must be {need}") from None
+                    pixels[-1] += image.tobytes()
                 elif isinstance(value, (int, float, str)):
-                    pairs[-1].labels.append(value)
+                    labels[-1].append(value)
                 else:
                     raise InputError(f"{path}: holds {value!r} where an image or a label is expected; {_JSON_LAYOUT}")
         except (UnicodeDecodeError, ijson.JSONError) as error:
             what = f"the file ends in the middle or is not JSON: {first_line(error)}"
             raise InputError(f"{path}: {what}; {_JSON_LAYOUT}") from None
-    if (count := sum(bool(pair.count) for pair in pairs)) != len(SPLITS):
+    if len(pixels) != len(SPLITS) or not all(pixels):
         fix = "a list of JSON objects is read from a .jsonl file, one on each line"
-        raise InputError(f"{path}: holds {count} pairs with images; {_JSON_LAYOUT}; {fix}")
+        what = f"holds {len(pixels)} pairs, {sum(map(bool, pixels))} with images"
+        raise InputError(f"{path}: {what}; {_JSON_LAYOUT}; {fix}")
+    side = math.isqrt(length)
+    images = [np.frombuffer(content, np.float32).reshape(-1, side, side, 1) for content in pixels]
     # The training images determine the scale: a few dark test images could suggest another.
-    first = pairs[0].images()
-    scale = value_range(float(first.min()), float(first.max()), path, signed=True)
+    scale = value_range(float(images[0].min()), float(images[0].max()), path, signed=True)
     splits = {
-        name: (to_uint8(pair.images(), scale, f"{path}: {name}"), pair.labels)
-        for name, pair in zip(SPLITS, pairs, strict=True)
+        name: (to_uint8(own, scale, f"{path}: {name}"), own_labels)
+        for name, own, own_labels in zip(SPLITS, images, labels, strict=True)
     }
     return assemble(JSON_KIND, path, splits, class_list=class_list, task=options.task)
 
@@ -294,30 +308,6 @@ class _Shallow:
         if self._depth > _MAX_DEPTH or len(self._begun) > 2 * size:
             raise InputError(f"{self._path}: is nested too deeply, or has a text that is too long; {_JSON_LAYOUT}")
         return data
-
-
-class _Pair:
-    """The images, all of one length, and labels of one split; `where` begins messages."""
-
-    def __init__(self, where: str) -> None:
-        self.labels, self.count = list[int | float | str](), 0
-        self._where, self._values, self._length = where, bytearray(), 0
-
-    def add(self, image: list[object]) -> None:
-        self._length = self._length or len(image)
-        try:
-            pixels = np.array(image, dtype=np.float32)
-            if pixels.shape != (math.isqrt(self._length) ** 2,) or not image:
-                raise ValueError
-        except (TypeError, ValueError):
-            need = "a list of numbers, for all images the same square number, such as 784 for 28x28"
-            raise InputError(f"{self._where}: image {self.count}: must be {need}") from None
-        self._values += pixels.tobytes()
-        self.count += 1
-
-    def images(self) -> np.ndarray:
-        side = math.isqrt(self._length)
-        return np.frombuffer(self._values, np.float32).reshape(self.count, side, side, 1)
 
 
 # Values in Python

@@ -3,7 +3,8 @@
 import errno
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -40,9 +41,7 @@ _FEW_ROWS = 1_000_000
 def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise Parquet files by their names."""
     splits = find_shards(path, lambda name: name.lower().endswith(".parquet"))
-    return reference(
-        PARQUET_KIND, path, splits, lambda splits: _read_tables(PARQUET_KIND, path, splits, class_list, options)
-    )
+    return reference(PARQUET_KIND, path, splits, _read_tables, class_list, options)
 
 
 def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
@@ -57,9 +56,7 @@ def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"its JSON files cannot be read ({first_line(error)}); save the data set again"
         raise InputError(f"{path}: {what}") from None
-    return reference(
-        SAVED_KIND, path, splits, lambda splits: _read_tables(SAVED_KIND, path, splits, class_list, options)
-    )
+    return reference(SAVED_KIND, path, splits, _read_tables, class_list, options)
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -80,7 +77,7 @@ def _read_tables(
     parts: dict[str, tuple[list[ImageBytes], list[Any]]] = {}
     notes: list[str] = []
     for split, some in tables.items():
-        images: list[ImageBytes] = [cell for table in some for cell in table.cells(groups)]
+        images: list[ImageBytes] = [Cell(table, row, groups) for table in some for row in range(len(table.labels))]
         labels = [label for table in some for label in table.labels]
         if names and split != "train" and all(label == -1 for label in labels):
             notes.append(f"there is no {split} split: its labels are all -1, which means unknown")
@@ -114,12 +111,10 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The image in a row of a table, which is in a row group or record batch."""
+    """The image in a row of a table."""
 
     table: "_Table"
     row: int
-    group: int
-    row_in_group: int
     groups: _Groups
 
     def __str__(self) -> str:
@@ -127,16 +122,19 @@ class Cell:
 
     def read_bytes(self) -> bytes:
         """Read the image; raises OSError."""
+        group = bisect_right(self.table.starts, self.row) - 1
         try:
-            content = self.groups.read(self.table, self.group)[self.row_in_group].as_py()
+            content = self.groups.read(self.table, group)[self.row - self.table.starts[group]].as_py()
         except (pa.ArrowException, OSError, LookupError) as error:
-            raise OSError(errno.EIO, f"row group {self.group} cannot be read ({first_line(error)})") from None
+            raise OSError(errno.EIO, f"row group {group} cannot be read ({first_line(error)})") from None
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
         return content
 
 
 class _Table:
+    """A file; `starts` are the first rows of its row groups or record batches, and the number of rows."""
+
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.path, self._arrow, self._stored_once = path, None, list[str]()
         try:
@@ -154,9 +152,9 @@ class _Table:
             raise
         except (pa.ArrowException, OSError, ValueError, LookupError) as error:
             raise InputError(f"{path}: is damaged or cannot be read: {first_line(error)}") from None
-        self._starts = np.cumsum([0, *sizes]).tolist()
-        if self._starts[-1] != len(self.labels):
-            raise InputError(f"{path}: is damaged: {self._starts[-1]:,} images but {len(self.labels):,} labels")
+        self.starts: list[int] = np.cumsum([0, *sizes]).tolist()
+        if self.starts[-1] != len(self.labels):
+            raise InputError(f"{path}: is damaged: {self.starts[-1]:,} images but {len(self.labels):,} labels")
 
     def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
         with pq.ParquetFile(self.path) as file:
@@ -195,10 +193,6 @@ class _Table:
                 "classes: --set data.file_column=NAME, --set data.label_column=NAME"
             )
         self._image, self._label, self.class_names = image, label, classes.get(label)
-
-    def cells(self, groups: _Groups) -> Iterator[Cell]:
-        for number, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
-            yield from (Cell(self, start + i, number, i, groups) for i in range(stop - start))
 
     def read_group(self, number: int) -> Any:
         """Read the encoded images of a row group, an Arrow array of bytes."""

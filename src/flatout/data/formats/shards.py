@@ -5,7 +5,8 @@ import math
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice, product
+from functools import partial
+from itertools import chain, groupby, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +45,14 @@ def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptio
     splits = find_shards(path, lambda name: name.lower().endswith(".tar"))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
-    return reference(WEBDATASET_KIND, path, splits, lambda splits: _read_webdataset(path, splits, class_list, options))
+    return reference(WEBDATASET_KIND, path, splits, _read_webdataset, class_list, options)
 
 
 def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
     names = class_list or find_class_list("", path if path.is_dir() else path.parent, _CLASS_LISTS)
-    inputs = (names,) if names and not class_list else ()
-    return reference(TFRECORD_KIND, path, splits, lambda splits: _read_tfrecord(path, splits, names, options), inputs)
+    return reference(TFRECORD_KIND, path, splits, _read_tfrecord, names, options)
 
 
 # --- files ---
@@ -79,15 +79,16 @@ def reference(
     kind: str,
     path: Path,
     splits: dict[str, list[Path]],
-    read: Callable[[dict[str, list[Path]]], ImageDataset],
-    beside: tuple[Path, ...] = (),
+    read: Callable[..., ImageDataset],
+    class_list: Path | None,
+    options: ReadOptions,
 ) -> DataSource | None:
-    """Return the data in split -> shards, or None without shards; it also depends on the files `beside`."""
+    """Return the data in split -> shards, or None without shards; `read` gets the other arguments."""
     if not splits:
         return None
     splits = in_order(splits, path)
-    files = (file for some in splits.values() for file in some)
-    return DataSource(kind=kind, path=path, inputs=(*files, *beside), read=lambda: read(splits))
+    inputs = (*chain.from_iterable(splits.values()), *([class_list] if class_list else []))
+    return DataSource(kind=kind, path=path, inputs=inputs, read=partial(read, kind, path, splits, class_list, options))
 
 
 def expand_braces(path: Path) -> list[Path]:
@@ -111,7 +112,7 @@ def expand_braces(path: Path) -> list[Path]:
 
 
 def _read_webdataset(
-    path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
+    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
     parts: dict[str, tuple[list[Slice], list[object]]] = {}
     label_name = options.label_column.lower() or "cls"
@@ -130,7 +131,7 @@ def _read_webdataset(
                     parts[split][0].append(_slice(file, images[0]))
                     parts[split][1].append(_label(_slice(file, labels[0]), options))
     return assemble(
-        WEBDATASET_KIND,
+        kind,
         path,
         parts,
         class_list=class_list,
@@ -210,7 +211,7 @@ class _NoLabel(InputError):
 class _Sample(NamedTuple):
     image: Slice
     labels: list[int | float | str]
-    text: str
+    text: str  # the name of the class
 
 
 # Numbers, and positions of bytes in the record: images stay in the file until they are decoded.
@@ -218,7 +219,7 @@ _Features = dict[str, list[int | float | slice]]
 
 
 def _read_tfrecord(
-    path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
+    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
 ) -> ImageDataset:
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
@@ -238,7 +239,7 @@ def _read_tfrecord(
         for split, some in samples.items()
     }
     return assemble(
-        TFRECORD_KIND,
+        kind,
         path,
         {split: (images[split], labels[split]) for split in samples},
         names=tuple(texts.values()) or None,
@@ -251,43 +252,36 @@ def _read_tfrecord(
 
 def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
     """Return number -> class name in numeric order, if every record has both."""
-    pairs = {sample.labels[0]: sample.text for sample in samples}
-    if not all(isinstance(label, int) for label in pairs):
+    texts = {sample.labels[0]: sample.text for sample in samples}
+    are_complete = all(sample.text and texts[sample.labels[0]] == sample.text for sample in samples)
+    if not are_complete or not all(isinstance(label, int) for label in texts):
         return {}
-    if not all(sample.text and pairs[sample.labels[0]] == sample.text for sample in samples):
-        return {}
-    return distinct_names(dict(sorted(pairs.items())))
+    return distinct_names(dict(sorted(texts.items())))
 
 
 def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
-    with reading(file):
+    """Yield the samples of the records; checksums are not compared."""
+    with reading(file), file.open("rb") as stream:
         if is_compressed(file):
             raise InputError(f"{file}: is compressed; unpack it first, such as with gunzip")
-        for number, (offset, record) in enumerate(_records(file)):
-            try:
-                features = _features(record)
-            except (ValueError, IndexError) as error:
-                raise InputError(f"{file}: record {number}: is not a tf.train.Example ({error})") from None
-            yield _sample(file, number, offset, record, features, options)
-
-
-def _records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and data of each record; checksums are not compared."""
-    size, offset, number = file.stat().st_size, 0, 0
-    with file.open("rb") as stream:
+        size, offset, number = file.stat().st_size, 0, 0
         while header := stream.read(12):
             where = f"{file}: record {number}"
             length = int.from_bytes(header[:8], "little")
             if len(header) < 12 or offset + length + 16 > size or length > MAX_FILE_BYTES:
                 what = f"is cut off, or this is not a TFRecord file (at byte {offset:,})"
                 raise InputError(f"{where}: {what}; get it again")
-            yield offset + 12, stream.read(length)
+            yield _sample(file, number, offset + 12, stream.read(length), options)
             stream.read(4)
             offset, number = offset + length + 16, number + 1
 
 
-def _sample(file: Path, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions) -> _Sample:
+def _sample(file: Path, number: int, offset: int, record: bytes, options: ReadOptions) -> _Sample:
     place = f"{file}: record {number}"
+    try:
+        features = _features(record)
+    except (ValueError, IndexError) as error:
+        raise InputError(f"{place}: is not a tf.train.Example ({error})") from None
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
@@ -298,18 +292,13 @@ def _sample(file: Path, number: int, offset: int, record: bytes, features: _Feat
             f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
             "data.file_column=KEY and --set data.label_column=KEY name others"
         )
-    where = image[0]
-    encoded = Slice(file, f"record {number}", offset + where.start, where.stop - where.start)
-    named = [_text(record, label, place) if isinstance(label, slice) else label for label in labels]
-    text = next((_text(record, value, place) for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
-    return _Sample(encoded, named, text)
-
-
-def _text(record: bytes, value: slice, place: str) -> str:
+    encoded = Slice(file, f"record {number}", offset + image[0].start, image[0].stop - image[0].start)
     try:
-        return record[value].decode("utf-8")
+        named = [record[label].decode() if isinstance(label, slice) else label for label in labels]
+        text = next((record[value].decode() for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
     except UnicodeDecodeError:
         raise InputError(f"{place}: its class is not UTF-8 text") from None
+    return _Sample(encoded, named, text)
 
 
 def _features(record: bytes) -> _Features:
@@ -337,15 +326,13 @@ def _features(record: bytes) -> _Features:
 
 def _int64s(record: bytes, place: slice) -> Iterator[int]:
     for number, value in fields(record, place):
-        if number != 1:
-            continue
-        if not isinstance(value, slice):
+        if number == 1 and isinstance(value, slice):  # packed
+            position = value.start
+            while position < value.stop:
+                integer, position = varint(record, position, value.stop)
+                yield signed(integer)
+        elif number == 1:
             yield signed(value)
-            continue
-        position = value.start
-        while position < value.stop:
-            integer, position = varint(record, position, value.stop)
-            yield signed(integer)
 
 
 # --- checksums and protocol buffers, also of TensorFlow's checkpoints ---
@@ -359,7 +346,8 @@ def masked_crc32c(data: bytes) -> bytes:
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 
 
 def inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
@@ -375,15 +363,13 @@ def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
     while position < stop:
         tag, position = varint(record, position, stop)
         wire_type = tag & 7
-        if wire_type == _BYTES:
-            length, position = varint(record, position, stop)
-        elif wire_type == _VARINT:
+        if wire_type == _VARINT:
             value, position = varint(record, position, stop)
             yield tag >> 3, value
             continue
-        elif wire_type in (_FIXED64, _FIXED32):
-            length = 8 if wire_type == _FIXED64 else 4
-        else:
+        if wire_type == _BYTES:
+            length, position = varint(record, position, stop)
+        elif (length := _FIXED_BYTES.get(wire_type, 0)) == 0:
             raise ValueError(f"unknown wire type {wire_type}")
         if position + length > stop:
             raise ValueError("a field ends after its message")
