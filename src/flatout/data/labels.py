@@ -159,7 +159,7 @@ def read_labels(
         if ids != names and isinstance(labels, DistinctLabels):
             labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
     found = _interpret(labels, ids, place, subject or where, task)
-    classes = names if names is not None and found.classes == ids else found.classes
+    classes = names if names and found.classes else found.classes
     return found._replace(classes=classes, notes=notes + found.notes)
 
 
@@ -169,6 +169,7 @@ def _kind(labels: DistinctLabels) -> str:
 
 
 def _join(parts: Sequence[Reduced]) -> Reduced:
+    """Join the labels of all splits; the distinct values are sorted."""
     if rows := [part for part in parts if isinstance(part, np.ndarray)]:
         return np.concatenate(rows)
     several = [part for part in parts if isinstance(part, DistinctLabels)]
@@ -179,7 +180,7 @@ def _join(parts: Sequence[Reduced]) -> Reduced:
 
 
 def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
-    """Reduce labels to sorted distinct values (int64, float64 or text [D]), or to rows of 0 and 1 (uint8 [N, K])."""
+    """Reduce labels to values (int64, float64 or text [D]), or to rows of 0 and 1 (uint8 [N, K])."""
     if isinstance(labels, list) and not any(isinstance(label, np.ndarray) for label in labels):
         labels = _count(labels)
     if not isinstance(labels, DistinctLabels):
@@ -214,8 +215,7 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
         array = whole if np.array_equal(whole, array) else array.astype(np.float64)
-    array, inverse = np.unique(array, return_inverse=True)
-    return DistinctLabels(array, inverse[codes])
+    return DistinctLabels(array, codes)
 
 
 def _count(labels: list[Any]) -> DistinctLabels:
@@ -248,6 +248,8 @@ def _interpret(labels: Reduced, names: tuple[str, ...] | None, locate: Locate, s
         task = _find_task(labels, names, subject)
     if task == "regression":
         return Labels(task=task, classes=(), values=_numbers(labels, locate, subject))
+    if isinstance(labels, DistinctLabels) and _kind(labels) == "f":
+        raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
     if task == "multi-label":
         return _several(labels, names, locate)
     if isinstance(labels, np.ndarray):
@@ -256,8 +258,6 @@ def _interpret(labels: Reduced, names: tuple[str, ...] | None, locate: Locate, s
             raise InputError(first_few([f"{locate(i)}: {need}" for i in wrong]))
         names = names or tuple(map(str, range(labels.shape[1])))
         labels = DistinctLabels(np.arange(labels.shape[1]), labels.argmax(axis=1))
-    if _kind(labels) == "f":
-        raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
     classes, indices, notes = _index(labels, names, locate)
     return Labels(task=task, classes=classes, values=indices[labels.codes], notes=notes)
 
@@ -343,8 +343,6 @@ def _several(labels: Reduced, names: tuple[str, ...] | None, locate: Locate) -> 
             raise InputError(f"{locate(0)}: has {labels.shape[1]} columns for {len(names)} classes; make them equal")
         classes = names or tuple(map(str, range(labels.shape[1])))
         return Labels(task="multi-label", classes=classes, values=labels)
-    if _kind(labels) == "f":
-        raise InputError(f"{locate(0)}: labels with fractions are not classes; {_IF_NUMBERS}")
     texts, whole = list(map(str, labels.values)), set(names or ())
     mark = next((mark for mark in _SEPARATORS if any(mark in text for text in texts if text not in whole)), "")
     rows = [[text] if text in whole else _split(text, mark) for text in texts]
