@@ -5,6 +5,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from PIL import Image
 
 from flatout.config import Data
@@ -23,6 +25,16 @@ def read(path: Path, **options: Any) -> ImageDataset:
     return recognise(path, Data(**options)).read()
 
 
+def grow(root: Path, *names: str, content: str = "x") -> Path:
+    """Write files of one content, and folders, whose names end with a slash."""
+    for name in names:
+        if name.endswith("/"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        else:
+            c.write(root / name, content)
+    return root
+
+
 def shard(path: Path, members: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
@@ -31,9 +43,6 @@ def shard(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def table(path: Path, **columns: list[Any]) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=1)
     return path

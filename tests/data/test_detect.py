@@ -4,15 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from flatout.data.detect import from_python, recognise
 from flatout.utils.errors import InputError
-
-
-def write_image(path: Path, value: int = 0) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", (4, 4), value).save(path)
+from tests.data.small_sets import grow
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def test_digits_need_no_file():
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("names", "given", "message"),
     [
         ("a.png", "missing", "missing: there is no such file"),
         (".DS_Store", ".", "nothing that flatout recognises. It reads a folder for each class"),
@@ -52,12 +47,11 @@ def test_digits_need_no_file():
         ("a.png", "a.png", "holds images but nothing that names their classes; sort them"),
         ("a.rar", "a.rar", r"a\.rar: holds nothing that flatout recognises.*a \.zip or \.tar archive of one of these"),
         ("train-images-idx3-ubyte", "train-images-idx3-ubyte", "is one file of an IDX set; give its folder"),
+        ("train/0.png a.csv b.csv", ".", r"several CSV files .a\.csv; b\.csv"),
     ],
 )
-def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, name: str, given: str, message: str):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("x")
+def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, names: str, given: str, message: str):
+    grow(tmp_path, *names.split())
     with pytest.raises(InputError, match=message):
         recognise(tmp_path / given)
 
@@ -73,25 +67,16 @@ def test_pack_is_told_from_arrays(tmp_path: Path):
 
 def test_lists_and_class_folders(tmp_path: Path):
     """A list beside one folder of images wins; beside class folders, only one that names an image."""
-    for name in ("images/a.png", "images/b.png"):
-        write_image(tmp_path / name)
+    grow(tmp_path, "images/a.png", "images/b.png")
     (tmp_path / "labels.csv").write_text("images/a.png,x\nimages/b.png,y\n")
     assert recognise(tmp_path).kind == "CSV manifest"
-    write_image(tmp_path / "more" / "c.png")
+    grow(tmp_path, "more/c.png")
     assert recognise(tmp_path).kind == "CSV manifest"
     (tmp_path / "labels.csv").write_text("animal,kg\ncat,4\n")
     found = recognise(tmp_path)
     assert (found.kind, found.read().notes) == ("class folders", ("ignored files that are not images: 1 (.csv 1)",))
     (tmp_path / "labels.csv").write_bytes(b"images/a.png,x\nimages/b.png,\xe9\n")
     with pytest.raises(InputError, match=r"labels\.csv: line 2: is not UTF-8"):
-        recognise(tmp_path)
-
-
-def test_several_lists_without_split_names(tmp_path: Path):
-    write_image(tmp_path / "train" / "0.png")
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.csv").write_text("train/0.png,a\n")
-    with pytest.raises(InputError, match=r"several CSV files .a\.csv; b\.csv"):
         recognise(tmp_path)
 
 

@@ -12,17 +12,7 @@ from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
-
-
-def grow(root: Path, *names: str) -> Path:
-    for name in names:
-        path = root / name
-        if name.endswith("/"):
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(name)
-    return root
+from tests.data.small_sets import grow
 
 
 def listed(root: Path) -> dict[str, list[tuple[str, str]]]:
