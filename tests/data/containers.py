@@ -210,15 +210,15 @@ def idx(folder: Path) -> Path:
     return folder
 
 
-def cifar(label: Callable[[int], list[int]], names: dict[str, list[str]], class_list: str) -> Callable[[Path], Path]:
+def cifar(before: bytes, names: dict[str, list[str]], class_list: str) -> Callable[[Path], Path]:
+    """Records of `before`, the label and the pixels."""
+
     def build(folder: Path) -> Path:
-        for file in (file for files in names.values() for file in files):
-            split = "test" if "test" in file else "train"
-            number, count = names[split].index(file), len(names[split])
-            size = len(BY_SPLIT[split]) // count
-            samples = BY_SPLIT[split][number * size : None if number + 1 == count else (number + 1) * size]
-            content = b"".join(bytes(label(s.label)) + s.pixels.transpose(2, 0, 1).tobytes() for s in samples)
-            write(folder / file, content)
+        for split, files in names.items():
+            records = [before + bytes([s.label]) + s.pixels.transpose(2, 0, 1).tobytes() for s in BY_SPLIT[split]]
+            size = -(-len(records) // len(files))
+            for i, file in enumerate(files):
+                write(folder / file, b"".join(records[i * size : (i + 1) * size]))
         write(folder / class_list, "\n".join(CLASSES) + "\n\n")
         return folder
 
@@ -226,8 +226,6 @@ def cifar(label: Callable[[int], list[int]], names: dict[str, list[str]], class_
 
 
 cifar10 = cifar(
-    lambda label: [label],
-    {"train": ["data_batch_1.bin", "data_batch_2.bin"], "test": ["test_batch.bin"]},
-    "batches.meta.txt",
+    b"", {"train": ["data_batch_1.bin", "data_batch_2.bin"], "test": ["test_batch.bin"]}, "batches.meta.txt"
 )
-cifar100 = cifar(lambda label: [9, label], {"train": ["train.bin"], "test": ["test.bin"]}, "fine_label_names.txt")
+cifar100 = cifar(b"\x09", {"train": ["train.bin"], "test": ["test.bin"]}, "fine_label_names.txt")

@@ -12,11 +12,17 @@ import torch
 
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
 from tests.data import containers as c
 
 IMAGES = np.arange(6 * 5 * 4, dtype=np.uint8).reshape(6, 5, 4) * 2
 LABELS = np.array([0, 1, 2, 0, 1, 2])
+
+
+def pixels(source: ImageDataset) -> np.ndarray:
+    assert source.images is not None
+    return source.images
 
 
 # In Python
@@ -51,14 +57,11 @@ def test_names_gaps_and_fractions():
 def test_kinds_of_images():
     tensor = torch.tensor(IMAGES / 255, requires_grad=True)
     for images in (IMAGES[..., None], IMAGES[:, None], IMAGES / 255, tensor, IMAGES.astype(np.int64)):
-        found = from_arrays((images, LABELS)).images
-        assert found is not None
+        found = pixels(from_arrays((images, LABELS)))
         assert found.dtype == np.uint8
         np.testing.assert_array_equal(found[..., 0], IMAGES)
     for shape, expected in (((4, 24, 40), (24, 40, 4)), ((24, 40, 4), (24, 40, 4)), ((3, 24, 40), (24, 40, 3))):
-        found = from_arrays((np.zeros((6, *shape), np.uint8), LABELS)).images
-        assert found is not None
-        assert found.shape[1:] == expected
+        assert pixels(from_arrays((np.zeros((6, *shape), np.uint8), LABELS))).shape[1:] == expected
 
 
 def test_splits():
@@ -66,9 +69,7 @@ def test_splits():
     for data in ({"test": few, "val": few, "train": pair}, (pair, few, few)):
         assert from_arrays(data).splits == {"train": (0, 6), "valid": (6, 8), "test": (8, 10)}
     # The training part decides the scale: the test images are all dark.
-    source = from_arrays(((IMAGES.astype(float), LABELS), (np.ones((1, 5, 4)), [0])))
-    assert source.images is not None
-    assert source.images[-1].max() == 1
+    assert pixels(from_arrays(((IMAGES.astype(float), LABELS), (np.ones((1, 5, 4)), [0]))))[-1].max() == 1
 
 
 BAD = np.zeros((6, 5, 4))
@@ -128,8 +129,7 @@ def test_npy(tmp_path: Path):
     source = found.read()
     assert {path.name for path in found.inputs} == {path.name for path in folder.iterdir()}
     assert source.classes == ("a", "b", "c")
-    assert source.images is not None
-    assert not source.images.flags.writeable, "mapped, not loaded"
+    assert not pixels(source).flags.writeable, "mapped, not loaded"
 
 
 OBJECTS = np.array([{}] * 6, dtype=object)
@@ -154,17 +154,15 @@ def test_refused_npz(tmp_path: Path, arrays: dict[str, Any], message: str):
 
 # IDX
 
-CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
-
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, CODES[array.dtype.str[1:]], array.ndim, *array.shape)
-    return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
+    code = {"u": 0x08, "i": 0x09}[array.dtype.kind]
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.tobytes()
 
 
-def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, before: str = "train-") -> None:
-    (folder / f"{before}images-idx{images.ndim}-ubyte").write_bytes(idx_bytes(images))
-    (folder / f"{before}labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    c.write(folder / "train-images-idx3-ubyte", idx_bytes(images))
+    c.write(folder / "train-labels-idx1-ubyte", idx_bytes(labels))
 
 
 BYTES = LABELS.astype(np.uint8)
@@ -212,11 +210,11 @@ def read_json(folder: Path, data: Any, name: str = "data.json"):
 
 @pytest.mark.parametrize("scale", RANGES)
 def test_ranges_of_json(tmp_path: Path, scale: str):
-    pixels = np.array([[0, 255, 7, 8], [1, 2, 3, 254]], np.uint8)  # the training images show the range
-    scaled = RANGES[scale](pixels.astype(float)).tolist()
+    images = np.array([[0, 255, 7, 8], [1, 2, 3, 254]], np.uint8)  # the training images show the range
+    scaled = RANGES[scale](images.astype(float)).tolist()
     source = read_json(tmp_path, [[scaled, [0, 1]], [scaled[:1], [0]], [scaled[1:], [1]]])
     assert source.splits == {"train": (0, 2), "valid": (2, 3), "test": (3, 4)}
-    np.testing.assert_array_equal(source.images, np.concatenate([pixels, pixels]).reshape(4, 2, 2, 1))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(pixels(source), np.concatenate([images, images]).reshape(4, 2, 2, 1))
     assert source.labels.tolist() == [0, 1, 0, 1]
 
 
@@ -226,8 +224,7 @@ def test_json_longer_than_a_chunk_with_names(tmp_path: Path):
     names = ['a "[[" \\', "[{" * 60]
     source = read_json(tmp_path, [[images, [names[i % 2] for i in range(1203)]]] * 3, "data.json.gz")
     assert (tmp_path / "data.json.gz").stat().st_size > 1 << 20
-    assert source.images is not None
-    np.testing.assert_array_equal(source.images[1203:2406].reshape(1203, 784), images)
+    np.testing.assert_array_equal(pixels(source)[1203:2406].reshape(1203, 784), images)
     assert source.classes == tuple(sorted(names))
 
 
@@ -258,7 +255,6 @@ def test_decompression_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
     np.savez_compressed(tmp_path / "set.npz", x=np.zeros((1 << 12, 64, 64), np.uint8), y=np.arange(1 << 12) % 2)
     (tmp_path / "set.json.gz").write_bytes(gzip.compress(b"[[[" + b"[0,1,0,1]," * (1 << 20)))
-    (tmp_path / "idx").mkdir()
     write_idx(tmp_path / "idx", np.zeros((1 << 12, 64, 64), np.uint8), np.zeros(1 << 12, np.uint8))
     for file in (tmp_path / "idx").iterdir():
         file.write_bytes(gzip.compress(file.read_bytes()))

@@ -157,6 +157,11 @@ def test_heic_names_its_package_or_is_decoded_where_that_is(tmp_path, monkeypatc
 # Data sets and packs
 
 
+def in_class(folder: Path, index: int, image: Image.Image) -> None:
+    (folder / f"c{index % 2}").mkdir(exist_ok=True)
+    saved(image, folder / f"c{index % 2}" / f"{index}.png")
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for i in range(12):
@@ -189,9 +194,7 @@ def test_arrays_of_16_bits_become_8_by_the_bits_in_use(tmp_path) -> None:
 
 def test_one_file_of_16_bits_makes_a_set_of_16(tmp_path) -> None:
     for i in range(8):
-        (tmp_path / f"c{i % 2}").mkdir(exist_ok=True)
-        kind = np.uint16 if i == 5 else np.uint8
-        saved(Image.fromarray(np.full((4, 4), 100, kind)), tmp_path / f"c{i % 2}" / f"{i}.png")
+        in_class(tmp_path, i, Image.fromarray(np.full((4, 4), 100, np.uint16 if i == 5 else np.uint8)))
     pack = load_pack(find(tmp_path), settings(size=4, channels=1), cache=None, report=Recorder())
     assert sorted(pack.images[:, 0, 0, 0].tolist()) == [100] + 7 * [25700]
 
@@ -209,8 +212,7 @@ def test_one_file_of_16_bits_makes_a_set_of_16(tmp_path) -> None:
 )
 def test_generated_recipes_choose_the_shape(tmp_path, shapes, size, resize) -> None:
     for i, (height, width) in enumerate(shapes):
-        (tmp_path / f"c{i % 2}").mkdir(exist_ok=True)
-        saved(Image.new("RGB", (width, height)), tmp_path / f"c{i % 2}" / f"{i}.png")
+        in_class(tmp_path, i, Image.new("RGB", (width, height)))
     facts = measure_dataset(find(tmp_path), accelerated=False)
     assert (facts.size, facts.resize) == (size, resize)
     assert facts.why_resize

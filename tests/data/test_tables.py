@@ -11,15 +11,13 @@ from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
+from tests.data.small_sets import grow
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with images/0.png to images/9.png, which are never opened."""
-    (tmp_path / "images").mkdir()
-    for i in range(10):
-        (tmp_path / "images" / f"{i}.png").touch()
-    return tmp_path
+    return grow(tmp_path, *(f"images/{i}.png" for i in range(10)))
 
 
 def read(folder: Path, text: str | bytes, name: str = "list.csv", task: str = "auto", **settings) -> ImageDataset:
@@ -105,21 +103,14 @@ def test_columns_and_the_folder_of_images_can_be_named(folder: Path):
 
 
 def test_paths_that_lead_out_and_missing_files_are_listed_in_one_go(folder: Path):
-    inner = folder / "inner"
-    (inner / "own").mkdir(parents=True)
-    (inner / "own" / "ok.png").touch()
+    inner = grow(folder / "inner", "own/ok.png")
     (inner / "linked-folder").symlink_to(folder / "images")
     (inner / "linked.png").symlink_to(folder / "images" / "0.png")
     (inner / "fine.png").symlink_to(inner / "own" / "ok.png")
     (inner / "circle").symlink_to("circle")
     inside = ["own/ok.png,a", "fine.png,b"]
-    outside = [
-        "../images/0.png,a",
-        f"{folder}/images/0.png,a",
-        "linked-folder/0.png,a",
-        "linked.png,b",
-        "/etc/passwd,b",
-    ]
+    outside = ["../images/0.png,a", f"{folder}/images/0.png,a", "linked-folder/0.png,a", "linked.png,b"]
+    outside.append("/etc/passwd,b")
     missing = [*(f"own/gone{i}.png,b" for i in range(8)), "own,a", "circle/0.png,b", f"{300 * 'x'}/0.png,b"]
     missing.append('"gone\n.png",b')
     assert pairs(read(inner, "\n".join(inside))) == [("ok.png", "a"), ("fine.png", "b")]
@@ -202,15 +193,8 @@ def test_refused_lists(folder: Path, text: str | bytes, message: str):
 
 
 def labelled(header: str, cells: list[str]) -> str:
-    return f"file,{header}\n" + "".join(f"images/{i}.png,{cell}\n" for i, cell in enumerate(cells))
-
-
-@pytest.fixture
-def hundreds(folder: Path) -> Path:
-    """The folder with hundreds of images."""
-    for i in range(10, 600):
-        (folder / "images" / f"{i}.png").touch()
-    return folder
+    """Return a list of the ten images in turn, with these labels."""
+    return f"file,{header}\n" + "".join(f"images/{i % 10}.png,{cell}\n" for i, cell in enumerate(cells))
 
 
 @pytest.mark.parametrize(
@@ -237,8 +221,8 @@ def test_names_and_numbers_of_classes(folder: Path, labels, classes, indices):
         ["0.5", "1.0", "1.5"] * 3,
     ],
 )
-def test_classes_of_unusual_names(hundreds: Path, labels: list[str]):
-    assert len(read(hundreds, labelled("price", labels)).classes) == len(set(labels))
+def test_classes_of_unusual_names(folder: Path, labels: list[str]):
+    assert len(read(folder, labelled("price", labels)).classes) == len(set(labels))
 
 
 @pytest.mark.parametrize(
@@ -250,14 +234,14 @@ def test_classes_of_unusual_names(hundreds: Path, labels: list[str]):
         (["cat dog", "cat", "dog", "cat"], "several labels in one, or names with ' ' in them, such as 'cat dog'"),
     ],
 )
-def test_labels_that_could_be_of_several_tasks_are_refused_without_a_class_list(hundreds: Path, labels, message: str):
+def test_labels_that_could_be_of_several_tasks_are_refused_without_a_class_list(folder: Path, labels, message: str):
     text = labelled("price", [f'"{label}"' for label in labels])
     with pytest.raises(InputError, match=message) as caught:
-        read(hundreds, text)
-    assert f"{hundreds / 'list.csv'}: column 'price'" in str(caught.value)
+        read(folder, text)
+    assert f"{folder / 'list.csv'}: column 'price'" in str(caught.value)
     assert "--set task=single-label, multi-label or regression decides" in str(caught.value)
-    (hundreds / "names.txt").write_text("\n".join(sorted(set(labels))))
-    assert len(read(hundreds, text, classes=str(hundreds / "names.txt"))) == len(labels)
+    (folder / "names.txt").write_text("\n".join(sorted(set(labels))))
+    assert len(read(folder, text, classes=str(folder / "names.txt"))) == len(labels)
 
 
 SEVERAL = [["cat", "dog"], ["cat"], [], ["dog", "emu"], ["emu"], ["dog"]]
