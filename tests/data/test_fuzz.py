@@ -45,23 +45,15 @@ def damage(draw: st.DrawFn, content: bytes) -> bytes:
     places = st.integers(0, len(content) - 1) | st.integers(0, 600) | st.integers(len(content) - 600, len(content) - 1)
     for _ in range(draw(st.integers(1, 4))):
         place = min(max(draw(places), 0), len(changed) - 1)
-        kind = draw(st.sampled_from(["byte", "number", "piece", "cut", "repeat", "leave out"]))
-        if kind == "byte":
-            changed[place] = draw(st.integers(0, 255))
-        elif kind == "number":
-            number = draw(st.sampled_from([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(content)]))
-            changed[place : place + 4] = struct.pack(draw(st.sampled_from(["<I", ">I"])), number)
-        elif kind == "piece":
-            piece = draw(st.sampled_from(PIECES))
-            changed[place : place + draw(st.sampled_from([0, len(piece)]))] = piece
-        elif kind == "cut":
-            del changed[max(place, 1) :]
-        elif kind == "repeat":
-            changed[place:place] = changed[place : place + draw(st.sampled_from([1, 30, 512]))]
-        elif len(changed) > 600:
-            del changed[place : place + draw(st.sampled_from([1, 4, 512]))]
-        elif len(changed) > 4:
-            del changed[place : place + draw(st.sampled_from([1, 4]))]
+        numbers = st.sampled_from([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(content)])
+        number, piece = struct.pack(draw(st.sampled_from(["<I", ">I"])), draw(numbers)), draw(st.sampled_from(PIECES))
+        repeated = changed[place : place + draw(st.sampled_from([1, 30, 512]))]
+        left_out = draw(st.sampled_from([1, 4, min(512, len(changed) // 2)]))
+        byte, rest = bytes([draw(st.integers(0, 255))]), len(changed)
+        # The number of bytes that go, and what takes their place.
+        kinds = [(1, byte), (4, number), (0, piece), (len(piece), piece), (rest, b""), (0, repeated), (left_out, b"")]
+        length, new = draw(st.sampled_from(kinds))
+        changed[place : place + length] = new
     return bytes(changed)
 
 
@@ -116,10 +108,8 @@ def with_tar_checksums(content: bytes) -> bytes:
 
 def one_example(folder: Path) -> Path:
     """Write a `tf.train.Example`; `c.tf_record` puts its checksums around it."""
-    c.write(
-        folder / "a.tfrecord",
-        c.example({"image/encoded": c.SAMPLES[0].data, "image/class/label": 1, "image/class/text": b"cat"}),
-    )
+    features = {"image/encoded": c.SAMPLES[0].data, "image/class/label": 1, "image/class/text": b"cat"}
+    c.write(folder / "a.tfrecord", c.example(features))
     return folder / "a.tfrecord"
 
 
