@@ -46,17 +46,6 @@ class Labels(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class DistinctLabels:
-    """Labels as distinct values [D] (texts, numbers, or lists of these) and their index for each image, int64 [N]."""
-
-    values: Sequence[Any] | np.ndarray
-    codes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """Count the images of each class, int64 [classes], for labels of any task."""
     if labels.ndim == 2:
@@ -69,10 +58,6 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
     return ("; ".join(items[:limit]) + rest).replace("\r", "\\r").replace("\n", "\\n")
-
-
-# Distinct labels, or rows of 0 and 1, uint8 [N, K].
-Reduced = DistinctLabels | np.ndarray
 
 
 # Class lists
@@ -123,6 +108,22 @@ def distinct_names(names: Mapping[Any, str]) -> dict[Any, str]:
 # Labels of any form as distinct values
 
 
+@dataclass(frozen=True, eq=False)
+class _Distinct:
+    """Labels as distinct values and their index for each image, int64 [N].
+
+    The values are int64, float64 or text [D], or rows of 0 and 1, uint8 [D, K].
+    """
+
+    values: np.ndarray
+    codes: np.ndarray
+
+    @property
+    def kind(self) -> str:
+        """i, f or U for whole numbers, fractions and text, or rows."""
+        return "rows" if self.values.ndim == 2 else self.values.dtype.kind
+
+
 def read_labels(
     splits: Mapping[str, Any],
     where: str,
@@ -135,16 +136,16 @@ def read_labels(
 ) -> Labels:
     """Interpret the labels of all splits, which follow each other in the result.
 
-    `splits` are name -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K]; a list of numbers, texts or lists of
-    several labels; or `DistinctLabels` of those. `where` and `subject` begin messages about all labels of a split, and
-    of all splits; `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
+    `splits` are name -> labels: an array [N], [N, 1] or of rows of 0 and 1 [N, K], or a list of numbers, texts or lists
+    of several labels. `where` and `subject` begin messages about all labels of a split, and of all splits;
+    `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
     """
     parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
-    kinds = {"rows" if isinstance(part, np.ndarray) else _kind(part).replace("f", "i") for part in parts}
-    if len(kinds) > 1 or len({part.shape[1] for part in parts if isinstance(part, np.ndarray)}) > 1:
-        what = "text" if "U" in kinds else "rows of other lengths"
+    kinds = {(part.kind.replace("f", "i"), part.values.shape[1:]) for part in parts}
+    if len(kinds) > 1:
+        what = "text" if ("U", ()) in kinds else "rows of other lengths"
         raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
-    bounds = np.cumsum([0, *map(len, parts)])
+    bounds = np.cumsum([0, *(len(part.codes) for part in parts)])
 
     def place(index: int) -> str:
         number = int(np.searchsorted(bounds, index, "right")) - 1
@@ -153,40 +154,31 @@ def read_labels(
     labels = _join(parts)
     ids, notes = names, ()
     if class_list is not None:
-        used = range(labels.shape[1]) if isinstance(labels, np.ndarray) else labels.values
+        used = range(labels.values.shape[1]) if labels.kind == "rows" else labels.values
         ids, names = _split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
-        if ids != names and isinstance(labels, DistinctLabels):
-            labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
+        if ids != names and labels.kind != "rows":
+            labels = _Distinct(labels.values.astype(str), labels.codes)
     found = _interpret(labels, ids, place, subject or where, task)
     classes = names if names and found.classes else found.classes
     return found._replace(classes=classes, notes=notes + found.notes)
 
 
-def _kind(labels: DistinctLabels) -> str:
-    """Return i, f or U for whole numbers, fractions and text."""
-    return np.asarray(labels.values).dtype.kind
+def _join(parts: Sequence[_Distinct]) -> _Distinct:
+    """Join the labels of all splits; values that are not rows are sorted and distinct."""
+    starts = np.cumsum([0, *(len(part.values) for part in parts)])
+    values = np.concatenate([part.values for part in parts])
+    codes = np.concatenate([part.codes + start for part, start in zip(parts, starts, strict=False)])
+    if values.ndim == 2:
+        return _Distinct(values, codes)
+    values, inverse = np.unique(values, return_inverse=True)
+    return _Distinct(values, inverse[codes])
 
 
-def _join(parts: Sequence[Reduced]) -> Reduced:
-    """Join the labels of all splits; the distinct values are sorted."""
-    if rows := [part for part in parts if isinstance(part, np.ndarray)]:
-        return np.concatenate(rows)
-    several = [part for part in parts if isinstance(part, DistinctLabels)]
-    starts = np.cumsum([0, *(len(part.values) for part in several)])
-    values, inverse = np.unique(np.concatenate([part.values for part in several]), return_inverse=True)
-    codes = np.concatenate([part.codes + start for part, start in zip(several, starts, strict=False)])
-    return DistinctLabels(values, inverse[codes])
-
-
-def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
-    """Reduce labels to values (int64, float64 or text [D]), or to rows of 0 and 1 (uint8 [N, K])."""
+def _distinct(labels: Any, where: str, locate: Locate) -> _Distinct:
+    values, codes = labels, np.arange(len(labels))
     if isinstance(labels, list) and not any(isinstance(label, np.ndarray) for label in labels):
-        labels = _count(labels)
-    if not isinstance(labels, DistinctLabels):
-        labels = DistinctLabels(labels, np.arange(len(labels)))
-    values, codes = labels.values, labels.codes
-    if isinstance(values, list):
+        values, codes = _count(labels)
         values = _with_lines(values)
         # A NumPy array would pad all texts to the longest.
         if long := next((text for text in values if isinstance(text, str) and len(text) > MAX_LABEL_LENGTH), ""):
@@ -204,7 +196,7 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
     if kind not in "biufUS" or not (array.ndim == 1 or are_rows):
         raise InputError(f"{where}: labels of type {array.dtype} and shape {shape}; {need}")
     if are_rows:
-        return array.astype(np.uint8)[codes]
+        return _Distinct(array.astype(np.uint8), codes)
     if kind in "US":
         array = np.char.decode(array, "utf-8", "surrogateescape") if kind == "S" else array
         # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
@@ -212,20 +204,21 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Reduced:
         if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
             raise InputError(f"{where}: the labels have characters that do not exist; save them as UTF-8 or numbers")
     else:
-        _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
+        _refuse(_Distinct(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
         array = whole if np.array_equal(whole, array) else array.astype(np.float64)
-    return DistinctLabels(array, codes)
+    return _Distinct(array, codes)
 
 
-def _count(labels: list[Any]) -> DistinctLabels:
+def _count(labels: list[Any]) -> tuple[list[Any], np.ndarray]:
+    """Return the distinct labels, and the index of each label among them, int64 [N]."""
     found: dict[Any, int] = {}
     try:
         keys = (tuple(label) if isinstance(label, list) else label for label in labels)
         codes = [found.setdefault(key, len(found)) for key in keys]
     except TypeError:  # nested lists, which are refused
-        return DistinctLabels(labels, np.arange(len(labels)))
-    return DistinctLabels(list(found), np.array(codes, np.int64))
+        return labels, np.arange(len(labels))
+    return list(found), np.array(codes, np.int64)
 
 
 def _with_lines(values: list[Any]) -> list[Any]:
@@ -243,31 +236,32 @@ def _with_lines(values: list[Any]) -> list[Any]:
 # Tasks
 
 
-def _interpret(labels: Reduced, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
+def _interpret(labels: _Distinct, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
     if task == "auto":
         task = _find_task(labels, names, subject)
     if task == "regression":
         return Labels(task=task, classes=(), values=_numbers(labels, locate, subject))
-    if isinstance(labels, DistinctLabels) and _kind(labels) == "f":
+    if labels.kind == "f":
         raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
     if task == "multi-label":
         return _several(labels, names, locate)
-    if isinstance(labels, np.ndarray):
-        if wrong := np.flatnonzero(labels.sum(axis=1) != 1).tolist():
+    if labels.kind == "rows":
+        if wrong := np.flatnonzero((labels.values.sum(axis=1) != 1)[labels.codes]).tolist():
             need = "has several classes or none; --set task=multi-label permits that"
             raise InputError(first_few([f"{locate(i)}: {need}" for i in wrong]))
-        names = names or tuple(map(str, range(labels.shape[1])))
-        labels = DistinctLabels(np.arange(labels.shape[1]), labels.argmax(axis=1))
+        columns = np.arange(labels.values.shape[1])
+        names = names or tuple(map(str, columns))
+        labels = _Distinct(columns, labels.values.argmax(axis=1)[labels.codes])
     classes, indices, notes = _index(labels, names, locate)
     return Labels(task=task, classes=classes, values=indices[labels.codes], notes=notes)
 
 
-def _find_task(labels: Reduced, names: tuple[str, ...] | None, subject: str) -> str:
-    if isinstance(labels, np.ndarray):
-        return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
-    if _kind(labels) == "f":
+def _find_task(labels: _Distinct, names: tuple[str, ...] | None, subject: str) -> str:
+    if labels.kind == "rows":
+        return "single-label" if (labels.values.sum(axis=1) == 1).all() else "multi-label"
+    if labels.kind == "f":
         return "regression"
-    texts, count = list(map(str, labels.values)), len(labels)
+    texts, count = list(map(str, labels.values)), len(labels.codes)
     if any(_LINE in text for text in texts):
         return "multi-label"
     if names is not None:
@@ -323,10 +317,10 @@ def _split(text: str, marks: str) -> list[str]:
     return [part.strip() for part in text.split(mark) if part.strip()] if mark else [text] if text else []
 
 
-def _numbers(labels: Reduced, locate: Locate, subject: str) -> np.ndarray:
-    if isinstance(labels, np.ndarray):
+def _numbers(labels: _Distinct, locate: Locate, subject: str) -> np.ndarray:
+    if labels.kind == "rows":
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
-    numbers = np.asarray(labels.values)
+    numbers = labels.values
     if numbers.dtype.kind == "U":
         is_wrong = [not _DECIMAL.fullmatch(text) for text in numbers.tolist()]
         _refuse(labels, is_wrong, locate, "not a number:", "write numbers such as 1.5")
@@ -337,12 +331,13 @@ def _numbers(labels: Reduced, locate: Locate, subject: str) -> np.ndarray:
     return values[labels.codes]
 
 
-def _several(labels: Reduced, names: tuple[str, ...] | None, locate: Locate) -> Labels:
-    if isinstance(labels, np.ndarray):
-        if names is not None and len(names) != labels.shape[1]:
-            raise InputError(f"{locate(0)}: has {labels.shape[1]} columns for {len(names)} classes; make them equal")
-        classes = names or tuple(map(str, range(labels.shape[1])))
-        return Labels(task="multi-label", classes=classes, values=labels)
+def _several(labels: _Distinct, names: tuple[str, ...] | None, locate: Locate) -> Labels:
+    if labels.kind == "rows":
+        columns = labels.values.shape[1]
+        if names is not None and len(names) != columns:
+            raise InputError(f"{locate(0)}: has {columns} columns for {len(names)} classes; make them equal")
+        classes = names or tuple(map(str, range(columns)))
+        return Labels(task="multi-label", classes=classes, values=labels.values[labels.codes])
     texts, whole = list(map(str, labels.values)), set(names or ())
     mark = next((mark for mark in _SEPARATORS if any(mark in text for text in texts if text not in whole)), "")
     rows = [[text] if text in whole else _split(text, mark) for text in texts]
@@ -351,16 +346,16 @@ def _several(labels: Reduced, names: tuple[str, ...] | None, locate: Locate) -> 
     parts, numbers = np.unique([part for row in rows for part in row], return_inverse=True)
     lengths = np.array(list(map(len, rows)))
     numbers_of_text = np.split(numbers, np.cumsum(lengths)[:-1])
-    images = np.repeat(np.arange(len(labels)), lengths[labels.codes])
-    flat = DistinctLabels(parts, np.concatenate([numbers_of_text[code] for code in labels.codes]))
+    images = np.repeat(np.arange(len(labels.codes)), lengths[labels.codes])
+    flat = _Distinct(parts, np.concatenate([numbers_of_text[code] for code in labels.codes]))
     classes, indices, notes = _index(flat, names, lambda i: locate(int(images[i])))
-    values = np.zeros((len(labels), len(classes)), np.uint8)
+    values = np.zeros((len(labels.codes), len(classes)), np.uint8)
     values[images, indices[flat.codes]] = 1
     return Labels(task="multi-label", classes=classes, values=values, notes=notes)
 
 
 def _index(
-    labels: DistinctLabels, names: tuple[str, ...] | None, locate: Locate
+    labels: _Distinct, names: tuple[str, ...] | None, locate: Locate
 ) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...]]:
     """Return class names, the class index of each distinct label, int64 [D], and notes for the user.
 
@@ -368,7 +363,7 @@ def _index(
     no more gaps than classes stay as they are, so that output k of a model is label k; other numbers are sorted and
     renumbered from 0.
     """
-    values = np.asarray(labels.values)
+    values = labels.values
     refuse = partial(_refuse, labels, locate=locate)
     if values.dtype.kind == "U":
         texts = values.tolist()
@@ -402,7 +397,7 @@ def _index(
     return tuple(map(str, used.tolist())), inverse, notes
 
 
-def _refuse(labels: DistinctLabels, is_wrong: ArrayLike, locate: Locate, what: str, fix: str = "") -> None:
+def _refuse(labels: _Distinct, is_wrong: ArrayLike, locate: Locate, what: str, fix: str = "") -> None:
     """Raise InputError if distinct labels are wrong, bool [D]; the first images are listed."""
     images = np.flatnonzero(np.asarray(is_wrong, bool)[labels.codes]).tolist()
     if images:

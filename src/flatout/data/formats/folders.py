@@ -9,9 +9,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-
-from flatout.data.labels import DistinctLabels, first_few
+from flatout.data.labels import first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.utils.errors import InputError
@@ -126,7 +124,7 @@ def _files_below(entry: "os.DirEntry[str]", above: tuple[Path, ...]) -> Iterator
 
 
 def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> ImageDataset:
-    parts: dict[str, tuple[list[str], DistinctLabels]] = {}
+    parts: dict[str, tuple[list[str], list[str]]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
     for split, folder in splits.items():
@@ -148,20 +146,19 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
             notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
         if loose:
             notes.append(f"ignored images outside the class folders in {folder}: {len(loose):,}")
-        codes = np.repeat(np.arange(len(filled)), list(map(len, filled.values())))
-        parts[split] = list(chain.from_iterable(filled.values())), DistinctLabels(list(filled), codes)
+        labels = [name for name, files in filled.items() for _ in files]
+        parts[split] = list(chain.from_iterable(filled.values())), labels
     extra = [folder.name for folder in folders_in(path) if split_of(folder.name) is None]
     if extra and splits != {"train": path}:
         notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
     if others:
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
         notes.append(f"ignored files that are not images: {others.total():,} ({kinds})")
-    names = {name for _, labels in parts.values() for name in labels.values}
     return assemble(
         KIND,
         path,
         parts,
-        names=tuple(sorted(names)) if class_list is None else None,
+        names=None if class_list else tuple(sorted({name for _, labels in parts.values() for name in labels})),
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: str(Path(parts[split][0][i]).parent),

@@ -25,7 +25,7 @@ import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
-from flatout.data.labels import DistinctLabels, find_class_list, first_few
+from flatout.data.labels import find_class_list, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
@@ -364,7 +364,7 @@ class _Locator:
 
 def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> list; one list without a split in its name may have a column of splits."""
-    parts: dict[str, tuple[list[str], DistinctLabels | np.ndarray]] = {}
+    parts: dict[str, tuple[list[str], list[Any] | np.ndarray]] = {}
     places: dict[str, Callable[[int], str]] = {}
     groups: dict[str, list[str]] = {}
     notes: list[str] = []
@@ -434,20 +434,22 @@ def _split_rows(text: _TextFile, cells: pa.Array, rows: np.ndarray, has_flags: b
     return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
 
 
-def _read_labels(columns: list[pa.Array], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+def _read_labels(columns: list[pa.Array], place: Callable[[int], str]) -> list[Any] | np.ndarray:
     """Read a column of labels, or several of 0 and 1 that are named after classes as int8 [rows, columns]."""
     encoded = [column.dictionary_encode() for column in columns]
-    texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
+    distinct = [(column.dictionary.to_pylist(), column.indices.to_numpy()) for column in encoded]
     if len(columns) == 1:
-        if not all(map(_ROW_OF_FLAGS.fullmatch, texts[0])):
-            return DistinctLabels(list(map(_list_in, texts[0])), codes[0])
-        lengths = np.array(list(map(len, texts[0])))
-        if short := np.flatnonzero((lengths < lengths.max())[codes[0]]).tolist():
+        texts, codes = distinct[0]
+        if not all(map(_ROW_OF_FLAGS.fullmatch, texts)):
+            labels = list(map(_list_in, texts))
+            return [labels[code] for code in codes.tolist()]
+        lengths = np.array(list(map(len, texts)))
+        if short := np.flatnonzero((lengths < lengths.max())[codes]).tolist():
             lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
             raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
-        return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
-    tables = (np.array([_FLAGS.get(text.lower(), -1) for text in some], np.int8) for some in texts)
-    flags = np.stack([table[own] for table, own in zip(tables, codes, strict=True)], axis=1)
+        return np.array([[*map(int, text[::2])] for text in texts], np.int8)[codes]
+    tables = (np.array([_FLAGS.get(text.lower(), -1) for text in texts], np.int8)[codes] for texts, codes in distinct)
+    flags = np.stack(list(tables), axis=1)
     if wrong := np.argwhere(flags < 0).tolist():
         found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
         lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
