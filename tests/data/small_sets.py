@@ -1,6 +1,7 @@
 """Sets of a few tiny images in containers; those of `containers` are whole data sets."""
 
 import io
+import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ def png(value: int = 0) -> bytes:
     return stream.getvalue()
 
 
-def read(path: Path, **options: Any) -> ImageDataset:
-    return recognise(path, Data(**options)).read()
+def read(path: Path, task: str = "auto", **options: Any) -> ImageDataset:
+    return recognise(path, Data(**options), task).read()
 
 
 def grow(root: Path, *names: str, content: str = "x") -> Path:
@@ -42,7 +43,9 @@ def shard(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def table(path: Path, **columns: list[Any]) -> Path:
+def table(path: Path, about: object = None, **columns: list[Any]) -> Path:
+    """Write a Parquet file; `about` is what the libraries of Hugging Face know of the columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=1)
+    content = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(about)})
+    pyarrow.parquet.write_table(content, path, row_group_size=1)
     return path

@@ -1,6 +1,5 @@
 """Data sets of other libraries: in Python, Parquet files, and the tables of Hugging Face."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -143,9 +142,7 @@ CAT_DOG = {"_type": "ClassLabel", "names": ["cat", "dog"]}
 
 def with_features(path: Path, feature: Any, labels: list[Any]) -> None:
     """Write two images as Hugging Face's libraries do, with the kind of the labels in the metadata."""
-    about = {"info": {"features": {"label": feature}}}
-    content = pyarrow.table({"image": [png(), png()], "label": labels})
-    pyarrow.parquet.write_table(content.replace_schema_metadata({"huggingface": json.dumps(about)}), path)
+    table(path, {"info": {"features": {"label": feature}}}, image=[png(), png()], label=labels)
 
 
 def test_metadata_of_hugging_face(tmp_path: Path):

@@ -56,15 +56,6 @@ def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, nam
         recognise(tmp_path / given)
 
 
-def test_pack_is_told_from_arrays(tmp_path: Path):
-    np.save(tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8))
-    np.save(tmp_path / "labels.npy", np.arange(2))
-    assert recognise(tmp_path).kind == "NumPy arrays"
-    (tmp_path / "pack.json").write_text("{}")
-    found = recognise(tmp_path)
-    assert (found.kind, found.inputs) == ("pack", ())
-
-
 def test_lists_and_class_folders(tmp_path: Path):
     """A list beside one folder of images wins; beside class folders, only one that names an image."""
     grow(tmp_path, "images/a.png", "images/b.png")

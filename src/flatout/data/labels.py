@@ -35,6 +35,10 @@ _IF_NUMBERS = "if they are numbers to predict: --set task=regression"
 Locate = Callable[[int], str]
 
 
+class NoLabels(InputError):
+    """A list or a record has images, but nothing that could be their labels."""
+
+
 class Labels(NamedTuple):
     """Labels in the form of a pack."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.formats.folders import is_dir, is_image_name, visible
-from flatout.data.labels import distinct_names, find_class_list
+from flatout.data.labels import NoLabels, distinct_names, find_class_list
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import is_compressed, reading, tar_members
@@ -204,10 +204,6 @@ def _label(place: Slice, options: ReadOptions) -> object:
 # https://protobuf.dev/programming-guides/encoding/.
 
 
-class _NoLabel(InputError):
-    """A record with an image but no class."""
-
-
 class _Sample(NamedTuple):
     image: Slice
     labels: list[int | float | str]
@@ -226,7 +222,7 @@ def _read_tfrecord(
     for split, files in splits.items():
         try:
             samples[split] = [sample for file in files for sample in _read_samples(file, options)]
-        except _NoLabel as error:
+        except NoLabels as error:
             if split == "train":
                 raise
             notes.append(f"there is no {split} split: {error}")
@@ -287,7 +283,7 @@ def _sample(file: Path, number: int, offset: int, record: bytes, options: ReadOp
     image = next((features[key] for key in image_keys if features.get(key)), [])
     labels = next((features[key] for key in label_keys if features.get(key)), [])
     if len(image) != 1 or not isinstance(image[0], slice) or not labels or len(labels) > _MAX_NUMBERS:
-        raise (_NoLabel if len(image) == 1 and not labels else InputError)(
+        raise (NoLabels if len(image) == 1 and not labels else InputError)(
             f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
             f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
             "data.file_column=KEY and --set data.label_column=KEY name others"

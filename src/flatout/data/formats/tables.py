@@ -25,7 +25,7 @@ import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
-from flatout.data.labels import find_class_list, first_few
+from flatout.data.labels import NoLabels, find_class_list, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
@@ -227,10 +227,6 @@ def _json_cell(value: object) -> str:
 # Columns
 
 
-class _NoLabels(InputError):
-    """A list without a column of classes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
     """Column indices (and names of label columns), whether splits are flags, and whether there is a header."""
@@ -273,7 +269,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
         labels = left
     if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-        raise (_NoLabels if header or width == 1 else InputError)(
+        raise (NoLabels if header or width == 1 else InputError)(
             f"{path}: has {names}; name the columns of files and classes 'file' and 'label', or give "
             "--set data.file_column=NAME and --set data.label_column=NAME"
         )
@@ -373,7 +369,7 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
         text, locator = _TextFile(file), cache(partial(_Locator, file.parent, options=options))
         try:
             columns = _find_columns(text, locator(name or split_within(file.stem) or "train"), options)
-        except _NoLabels as error:
+        except NoLabels as error:
             if name in ("", "train"):
                 raise
             notes.append(f"there is no {name} split: {error}")
