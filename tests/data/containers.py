@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,20 @@ def fixture(name: str) -> Callable[[Path], Path]:
 class_folders = fixture("class-folders")
 
 
+def images(folder: Path, pattern: str) -> dict[str, list[tuple[str, Sample]]]:
+    """Write the images of each split; return split -> (name after a pattern of {split}, {i} and {of}, sample)."""
+    named = {
+        split: [(pattern.format(split=split, i=i, of=sample), sample) for i, sample in enumerate(samples)]
+        for split, samples in BY_SPLIT.items()
+    }
+    for name, sample in chain.from_iterable(named.values()):
+        write(folder / name, sample.data)
+    return named
+
+
 def class_ids(folder: Path) -> Path:
     """Class folders named by ids, with a class list of ids and names."""
-    for sample in SAMPLES:
-        write(folder / "photos" / sample.split / f"n{sample.label:04}" / sample.name, sample.data)
+    images(folder / "photos", "{split}/n{of.label:04}/{of.name}")
     lines = [f"n{label:04} {name}" for label, name in enumerate(CLASSES)]
     write(folder / "names.txt", "\n".join(lines))
     return folder / "photos"
@@ -92,12 +103,9 @@ def in_zip(method: int, write_inside: Callable[[Path], Path] = class_folders) ->
 
 
 def csv_files(folder: Path) -> Path:
-    for split, samples in BY_SPLIT.items():
-        rows = ["id;who;class;file"]
-        for i, sample in enumerate(samples):
-            write(folder / "pictures" / f"{split}{i:03}-{sample.name}", sample.data)
-            rows.append(f"{i};me;{sample.class_name};pictures\\{split}{i:03}-{sample.name}")
-        write(folder / f"{split}.csv", "\n".join(rows))
+    for split, named in images(folder, "pictures/{split}{i:03}-{of.name}").items():
+        rows = [f"{i};me;{sample.class_name};{name}" for i, (name, sample) in enumerate(named)]
+        write(folder / f"{split}.csv", "\n".join(["id;who;class;file", *rows]).replace("/", "\\"))
     return folder
 
 
@@ -105,36 +113,27 @@ def metadata(name: str) -> Callable[[Path], Path]:
     """Hugging Face image folders."""
 
     def build(folder: Path) -> Path:
-        for split, samples in BY_SPLIT.items():
-            rows = []
-            for i, sample in enumerate(samples):
-                write(folder / split / f"{i:03}-{sample.name}", sample.data)
-                rows.append({"file_name": f"{i:03}-{sample.name}", "label": sample.class_name})
+        for split, named in images(folder, "{split}/{i:03}-{of.name}").items():
+            rows = [{"file_name": file.partition("/")[2], "label": sample.class_name} for file, sample in named]
             if name == "metadata.jsonl":
-                text = "\n".join(map(json.dumps, rows))
+                lines = list(map(json.dumps, rows))
             else:
-                text = "\n".join(["file_name,label", *(",".join(row.values()) for row in rows)])
-            write(folder / split / name, text)
+                lines = ["file_name,label", *(",".join(row.values()) for row in rows)]
+            write(folder / split / name, "\n".join(lines))
         return folder
 
     return build
 
 
 def paddle_lists(folder: Path) -> Path:
-    for split, samples in BY_SPLIT.items():
-        lines = []
-        for i, sample in enumerate(samples):
-            write(folder / "jpg" / split / f"{i:03} {sample.name}", sample.data)
-            lines.append(f"jpg/{split}/{i:03} {sample.name} {sample.label}\n")
-        write(folder / f"{split}_list.txt", "".join(lines))
+    for split, named in images(folder, "jpg/{split}/{i:03} {of.name}").items():
+        write(folder / f"{split}_list.txt", "".join(f"{name} {sample.label}\n" for name, sample in named))
     write(folder / "label_list.txt", "".join(f"{label} {name}\n" for label, name in enumerate(CLASSES)))
     return folder
 
 
 def named_files(folder: Path) -> Path:
-    for split, samples in BY_SPLIT.items():
-        for i, sample in enumerate(samples):
-            write(folder / split / f"{sample.class_name}.{i:03}.{sample.name}", sample.data)
+    images(folder, "{split}/{of.class_name}.{i:03}.{of.name}")
     return folder
 
 
@@ -174,39 +173,33 @@ def example(features: dict[str, bytes | int]) -> bytes:
     return field(1, entries)
 
 
-def arrays() -> dict[str, np.ndarray]:
-    return {
-        f"{role}_{split}": np.stack([sample.pixels for sample in samples])
-        if role == "x"
-        else np.array([sample.label for sample in samples])
-        for split, samples in BY_SPLIT.items()
-        for role in ("x", "y")
-    }
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Write the class list; return the images and labels of each split."""
+    write(folder / "classes.txt", "\n".join(CLASSES))
+    found = {}
+    for split, samples in BY_SPLIT.items():
+        found[f"x_{split}"] = np.stack([sample.pixels for sample in samples])
+        found[f"y_{split}"] = np.array([sample.label for sample in samples])
+    return found
 
 
 def npz(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    np.savez_compressed(folder / "set.npz", **arrays())  # pyright: ignore[reportArgumentType]
-    write(folder / "classes.txt", "\n".join(CLASSES))
+    np.savez_compressed(folder / "set.npz", **arrays(folder))  # pyright: ignore[reportArgumentType]
     return folder / "set.npz"
 
 
 def npy(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, array in arrays().items():
+    for name, array in arrays(folder).items():
         np.save(folder / f"{name}.npy", array)
-    write(folder / "classes.txt", "\n".join(CLASSES))
     return folder
 
 
 def idx(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, array in arrays().items():
+    for name, array in arrays(folder).items():
         role = "images" if name[0] == "x" else "labels"
         header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
         content = gzip.compress(header + array.astype(np.uint8).tobytes())
         write(folder / f"{name[2:]}-{role}-idx{array.ndim}-ubyte.gz", content)
-    write(folder / "classes.txt", "\n".join(CLASSES))
     return folder
 
 
