@@ -34,8 +34,8 @@ _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
 _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
 # Row groups in memory: at least two, since decoding threads overlap at boundaries; more if they are small.
 _MIN_GROUPS, _GROUP_BYTES = 2, 1 << 27
-# Above this many rows, a file must have at least a byte per row.
-_FEW_ROWS = 1_000_000
+# What a row takes in memory, even if a page of a kilobyte has a billion of them.
+_ROW_BYTES = 100
 
 
 def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
@@ -158,18 +158,15 @@ class _Table:
 
     def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
         with pq.ParquetFile(self.path) as file:
-            schema, about, size = file.schema_arrow, file.metadata, self.path.stat().st_size
+            schema, about = file.schema_arrow, file.metadata
             self._choose_columns(schema, options)
-            if about.num_rows > max(_FEW_ROWS, size):
-                raise InputError(
-                    f"{self.path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again"
-                )
             columns = [file.schema.column(i) for i in range(len(file.schema))]
-            # Keep dictionary encoding in memory: a page of a kilobyte may be a billion rows.
+            # Keep dictionary encoding in memory.
             self._stored_once = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
             # Column metadata is not read: pyarrow crashes the process if it is damaged.
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
-            refuse_bomb(self.path, size, sum(group.total_byte_size for group in groups))
+            expanded = max(sum(group.total_byte_size for group in groups), about.num_rows * _ROW_BYTES)
+            refuse_bomb(self.path, self.path.stat().st_size, expanded)
             self.largest_group = max((group.total_byte_size for group in groups), default=0)
             sizes = [group.num_rows for group in groups]
         # Lists that are stored once each can be read from one row group at a time.
