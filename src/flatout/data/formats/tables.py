@@ -248,22 +248,20 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
     header, body = first if has_header else [], next(iter(text.head[has_header:]), [])
     width, keys = len(first), ["".join(words_of(name)) for name in header]
 
-    def given(key: str) -> tuple[int, ...]:
+    def find(key: str, usual: Sequence[str] = ()) -> list[int]:
+        """Find the columns that an option names, else the first with a usual name."""
         value: str = getattr(options, key)
         names = [value] if value and value in header else [name.strip() for name in value.split(",") if name.strip()]
         if unknown := next((name for name in names if name not in header), None):
             columns = f"its columns are {', '.join(header)}" if header else "it has no header"
             raise InputError(f"{path}: has no column {unknown!r}, which data.{key} names; {columns}")
-        return tuple(map(header.index, names))
+        return [header.index(name) for name in names] or [keys.index(name) for name in usual if name in keys][:1]
 
-    def named(wanted: Sequence[str]) -> tuple[int, ...]:
-        return tuple(keys.index(name) for name in wanted if name in keys)[:1]
-
-    group, flags = next(iter(given("group_column")), None), next(iter(named(_SPLIT_COLUMNS)), None)
     by_content = (i for i, cell in enumerate(body[:width]) if is_image_name(cell))
-    file = next(chain(given("file_column"), named(_FILE_COLUMNS), by_content), 0)
-    labels = given("label_column") or named(_LABEL_COLUMNS)
-    left = tuple(i for i in range(width) if i not in (file, flags, group))
+    file = next(chain(find("file_column", _FILE_COLUMNS), by_content), 0)
+    labels, group = find("label_column", _LABEL_COLUMNS), find("group_column")[:1]
+    split = [keys.index(name) for name in _SPLIT_COLUMNS if name in keys][:1]
+    left = [i for i in range(width) if i not in (file, *split, *group)]
     are_flags = header and all(body[i].lower() in _FLAGS for i in left if i < len(body))
     if not labels and (len(left) == 1 or are_flags):
         labels = left
@@ -273,15 +271,15 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
             f"{path}: has {names}; name the columns of files and classes 'file' and 'label', or give "
             "--set data.file_column=NAME and --set data.label_column=NAME"
         )
-    used = [header[i] for i in (file, *labels, flags, group) if header and i is not None]
+    used = [header[i] for i in (file, *labels, *split, *group) if header]
     if twice := next((name for name in used if header.count(name) > 1), None):
         raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
     return _Columns(
         file=file,
         labels={label: header[label] if header else label + 1 for label in labels},
-        split=flags,
-        has_flags=flags is not None and keys[flags] == "isvalid",
-        group=group,
+        split=next(iter(split), None),
+        has_flags=any(keys[i] == "isvalid" for i in split),
+        group=next(iter(group), None),
         has_header=has_header,
     )
 
