@@ -6,7 +6,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice, product
+from itertools import chain, groupby, islice, product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,13 +141,10 @@ def _read_webdataset(
 
 
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
-    first: list[tarfile.TarInfo] = []
     try:
         with file.open("rb") as stream:
-            for _, member in tar_members(stream, file):
-                first.append(member)
-                if len(first) == _PEEKED or member.offset_data + member.size > _PEEKED_BYTES:
-                    break
+            members = (member for _, member in islice(tar_members(stream, file), _PEEKED))
+            first = list(takewhile(lambda member: member.offset_data < _PEEKED_BYTES, members))
     except (InputError, OSError):  # reported when the file is read as a shard or an archive
         return False
     return any(_images(members, options) and _labels(members, options) for _, members in _samples(first))
@@ -229,19 +226,18 @@ def _read_tfrecord(
     every = [sample for some in samples.values() for sample in some]
     is_single = all(len(sample.labels) == 1 for sample in every)
     texts = _class_texts(every) if is_single and class_list is None else {}
-    images = {split: [sample.image for sample in some] for split, some in samples.items()}
-    labels = {
-        split: [texts.get(one.labels[0], one.labels[0]) if is_single else one.labels for one in some]
-        for split, some in samples.items()
-    }
+
+    def label(sample: _Sample) -> object:
+        return texts.get(sample.labels[0], sample.labels[0]) if is_single else sample.labels
+
     return assemble(
         kind,
         path,
-        {split: (images[split], labels[split]) for split in samples},
+        {split: ([one.image for one in some], list(map(label, some))) for split, some in samples.items()},
         names=tuple(texts.values()) or None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: str(images[split][i]),
+        locate=lambda split, i: str(samples[split][i].image),
         task=options.task,
     )
 
