@@ -44,6 +44,8 @@ def test_names_gaps_and_fractions():
     rows = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 1]])
     source = from_arrays((IMAGES, rows.astype(float)))
     assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("0", "1", "2"), rows.tolist())
+    source = from_arrays((IMAGES, [["a", "b"], [], ["b"], ["c"], ["a"], ["a", "b", "c"]]))
+    assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("a", "b", "c"), rows.tolist())
     assert from_arrays((IMAGES, np.eye(6)), "multi-label").labels.tolist() == np.eye(6).tolist()
     source = from_arrays({"train": (IMAGES, LABELS + 0.5), "test": (IMAGES, LABELS)})  # whole numbers in one split
     assert (source.task, source.labels.dtype) == ("regression", np.float32)

@@ -37,7 +37,8 @@ def _assemble(
         where = f"{path or 'data'}: {name}"
         pixels = channels_last(pixels, where)
         scale = scale or range_of(pixels, where)
-        converted[name] = (to_pixels(pixels, scale, where), np.atleast_1d(labels))
+        labels = labels if isinstance(labels, list) else np.atleast_1d(labels)
+        converted[name] = (to_pixels(pixels, scale, where), labels)
         if pixels.shape[3] not in (1, 3):
             height, width, channels = pixels.shape[1:]
             notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
@@ -342,9 +343,14 @@ def from_arrays(data: object, task: str = "auto") -> ImageDataset:
     """Read a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
     Images are [N, H, W], [N, H, W, C] or [N, C, H, W], of uint8 or uint16, or numbers in 0..1 or 0..255; labels are
-    numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; those with fractions are numbers to predict.
+    numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K], or a list of lists of names; those with fractions are
+    numbers to predict.
     """
-    splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
+    parts = by_split(data, is_pair, "(images, labels)").items()
+    splits = {
+        name: (_as_array(images), labels if isinstance(labels, list) else _as_array(labels))
+        for name, (images, labels) in parts
+    }
     return _assemble(splits, "arrays", None, None, task)
 
 
