@@ -12,7 +12,7 @@ from flatout.data.formats.shards import expand_braces
 from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
 from tests.data import containers as c
-from tests.data.small_sets import png, read, shard, table
+from tests.data.small_sets import grow, png, read, shard, table
 
 GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
 
@@ -64,24 +64,18 @@ LABELS = [["cat", "dog"], ["dog"], [], ["cat"]]
 ROWS = [[1, 1], [0, 1], [0, 0], [1, 0]]
 
 
-def samples(labels: list[Any]) -> dict[str, bytes]:
-    """Return members with labels in JSON."""
-    members = {f"{i}.json": json.dumps({"label": label}).encode() for i, label in enumerate(labels)}
-    return dict(sorted((members | {f"{i}.png": png() for i in range(len(labels))}).items()))
-
-
 @pytest.mark.parametrize("kind", ["parquet", "JSON lines", "WebDataset"])
 def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
     def with_labels(labels: list[Any]) -> ImageDataset:
         if kind == "parquet":
             return read(table(tmp_path / "a.parquet", image=[png()] * 4, label=labels))
+        rows = [json.dumps({"file_name": f"{i}.png", "label": label}) for i, label in enumerate(labels)]
         if kind == "WebDataset":
-            return read(shard(tmp_path / "a.tar", samples(labels)))
-        for i in range(4):
-            c.write(tmp_path / f"{i}.png", png())
-        rows = (json.dumps({"file_name": f"{i}.png", "label": label}) for i, label in enumerate(labels))
-        c.write(tmp_path / "metadata.jsonl", "\n".join(rows).encode())
-        return read(tmp_path)
+            images = {f"{i}.png": png() for i in range(4)}
+            members = images | {f"{i}.json": row.encode() for i, row in enumerate(rows)}
+            return read(shard(tmp_path / "a.tar", dict(sorted(members.items()))))
+        grow(tmp_path, "metadata.jsonl", content="\n".join(rows))
+        return read(grow(tmp_path, *(f"{i}.png" for i in range(4))))
 
     for labels in (LABELS, ROWS):
         source = with_labels(labels)
@@ -154,11 +148,15 @@ def test_values_of_every_kind(tmp_path: Path):
         c.write(tmp_path / "a.tfrecord", b"".join(map(c.tf_record, every)))
         return read(tmp_path / "a.tfrecord")
 
-    source = with_labels(c.field(1, c.field(1, b"cat") + c.field(1, b"dog")), c.field(1, c.field(1, b"dog")))
-    assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 1], [0, 1]])
-    source = with_labels(*(c.field(3, c.field(1, bytes(row))) for row in ([1, 1], [0, 1])))
-    assert (source.task, source.labels.tolist()) == ("multi-label", [[1, 1], [0, 1]])
-    source = with_labels(*(c.field(2, c.field(1, struct.pack("<f", value))) for value in (0.5, -2.25)))
-    assert (source.task, source.labels.tolist()) == ("regression", [0.5, -2.25])
+    several = c.field(1, c.field(1, b"cat") + c.field(1, b"dog")), c.field(1, c.field(1, b"dog"))
+    flags = (c.field(3, c.field(1, bytes(row))) for row in ([1, 1], [0, 1]))
+    numbers = (c.field(2, c.field(1, struct.pack("<f", value))) for value in (0.5, -2.25))
+    for values, task, classes, labels in (
+        (several, "multi-label", ("cat", "dog"), [[1, 1], [0, 1]]),
+        (flags, "multi-label", ("0", "1"), [[1, 1], [0, 1]]),
+        (numbers, "regression", (), [0.5, -2.25]),
+    ):
+        source = with_labels(*values)
+        assert (source.task, source.classes, source.labels.tolist()) == (task, classes, labels)
     with pytest.raises(InputError, match="record 1: negative label -1"):
         with_labels(c.field(3, b"\x08" + c.varint(3)), c.field(3, c.field(1, c.varint(-1))))
