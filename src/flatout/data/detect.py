@@ -93,7 +93,7 @@ def recognise(
         return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
-    class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
+    class_list = find_class_list(options.classes, path)
     found = _recognise_format(path, class_list, options)
     if found is None and is_archive(path):
         read = _ArchiveReader(path, class_list if options.classes else None, options, report)

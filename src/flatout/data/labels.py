@@ -67,9 +67,10 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
 # Class lists
 
 
-def find_class_list(given: str, folder: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
-    """Find the file of class names: the one given, else the first of these names in the folder."""
+def find_class_list(given: str, data: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
+    """Find the file of class names: the one given, else the first of these names in a folder or next to a file."""
     if not given:
+        folder = data if data.is_dir() else data.parent
         return next((path for name in names if (path := folder / name).is_file()), None)
     path = Path(given).expanduser()
     if not path.is_file():

@@ -104,7 +104,7 @@ class _Groups:
         self._lock = threading.Lock()
         self._read = lru_cache(max(_MIN_GROUPS, _GROUP_BYTES // max(largest, 1)))(_Table.read_group)
 
-    def read(self, table: "_Table", number: int) -> Any:
+    def read(self, table: "_Table", number: int) -> pa.Array:
         with self._lock:  # threads that need the same group read it once
             return self._read(table, number)
 
@@ -156,7 +156,7 @@ class _Table:
         if self.starts[-1] != len(self.labels):
             raise InputError(f"{path}: is damaged: {self.starts[-1]:,} images but {len(self.labels):,} labels")
 
-    def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
+    def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[pa.ChunkedArray]]:
         with pq.ParquetFile(self.path) as file:
             schema, about = file.schema_arrow, file.metadata
             self._choose_columns(schema, options)
@@ -175,10 +175,10 @@ class _Table:
         with self._open() as file:
             return sizes, [file.read_row_groups(some, columns=[self._label]).column(self._label) for some in numbers]
 
-    def _open(self) -> Any:
+    def _open(self) -> pq.ParquetFile:
         return pq.ParquetFile(self.path, read_dictionary=self._stored_once)
 
-    def _choose_columns(self, schema: Any, options: ReadOptions) -> None:
+    def _choose_columns(self, schema: pa.Schema, options: ReadOptions) -> None:
         images = [field.name for field in schema if _holds_images(field.type)]
         classes = _class_names(schema)
         image = _choose(options.file_column, images, _IMAGE_NAMES)
@@ -191,7 +191,7 @@ class _Table:
             )
         self._image, self._label, self.class_names = image, label, classes.get(label)
 
-    def read_group(self, number: int) -> Any:
+    def read_group(self, number: int) -> pa.Array:
         """Read the encoded images of a row group, an Arrow array of bytes."""
         if self._arrow is not None:
             images = self._arrow.column(self._image).chunk(number)
@@ -206,7 +206,7 @@ class _Table:
         return images.field("bytes") if pa.types.is_struct(images.type) else images
 
 
-def _values(array: Any) -> list[Any]:
+def _values(array: pa.Array) -> list[Any]:
     """List the values of an Arrow array; equal values of a dictionary array are one object."""
     if pa.types.is_dictionary(array.type):
         known = array.dictionary.to_pylist()
@@ -217,7 +217,7 @@ def _values(array: Any) -> list[Any]:
     return array.to_pylist()
 
 
-def _holds_images(type: Any) -> bool:
+def _holds_images(type: pa.DataType) -> bool:
     if pa.types.is_struct(type):
         return type.get_field_index("bytes") >= 0
     return str(type) in ("binary", "large_binary", "binary_view")
@@ -230,7 +230,7 @@ def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
     return next((name for wanted in usual for name in among if name.lower() == wanted), "")
 
 
-def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
+def _class_names(schema: pa.Schema) -> dict[str, tuple[str, ...]]:
     """Return column -> class names from the metadata of the datasets library, of labels and of lists of labels."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()

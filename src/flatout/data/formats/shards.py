@@ -51,7 +51,7 @@ def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptio
 def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
-    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _CLASS_LISTS)
+    names = class_list or find_class_list("", path, _CLASS_LISTS)
     return reference(TFRECORD_KIND, path, splits, _read_tfrecord, names, options)
 
 

@@ -92,7 +92,7 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
-    names = class_list or find_class_list("", path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
+    names = class_list or find_class_list("", path, _PADDLE_CLASS_LISTS)
     return _source(PADDLE_KIND, path, files, names, options)
 
 
