@@ -287,7 +287,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     data={"help": "images to verify on; default: the run's own"},
 )
 def do_export(args: Namespace, console: Console) -> Output:
-    """Write a run for other programs (ONNX, torch.export), verified on its test images."""
+    """Write a run for other programs (ONNX), verified on its test images."""
     from flatout.inference.export import export
     from flatout.inference.run import load
 

@@ -46,7 +46,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
     "--coverage": {"type": float, "metavar": "P", "help": "add the set that holds the right class with probability P"},
     "--explain": {"nargs": "?", "const": "", "metavar": "DIR", "help": "heatmaps of the evidence, in a new folder"},
-    "--format": {"metavar": "NAME", "help": "onnx or exported; default: as the name of --out ends"},
+    "--format": {"metavar": "NAME", "help": "onnx, the only format"},
     "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},

@@ -1,4 +1,4 @@
-"""A run as one file from raw images to probabilities, for other programs, kept only if it answers as the run does.
+"""A run as an ONNX file from raw images to probabilities, kept only if it answers as the run does.
 
 Shape letters: N images, H height, W width, C channels, V views, K classes.
 """
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 # Images uint8 or uint16 [N, H, W, C] to probabilities float32 [N, K], or numbers [N, 1].
 Predict = Callable[[np.ndarray], np.ndarray]
 
-# The formats and their file suffixes.
-FORMATS = {"onnx": ".onnx", "exported": ".pt2"}
+FORMAT = "onnx"
 # Limit of a protocol buffer, and so of a single ONNX file; graph and metadata fit in the rest of 2 GiB.
 MAX_BYTES = 2**31 - 2**24
 # The minimum share of equal labels of a valid export.
@@ -173,7 +172,7 @@ def metadata_of(run: "Run") -> dict[str, str]:
     return found
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -189,64 +188,35 @@ def quietly() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _program(run: "Run") -> torch.export.ExportedProgram:
-    """Return the program of a run, for images of any number, height and width."""
+def write_onnx(run: "Run", path: Path) -> Predict:
+    """Write a run as an ONNX file, for images of any number, height and width; return a function that runs the file."""
+    if importlib.util.find_spec("onnxscript") is None:
+        raise InputError("--format onnx needs onnxscript: pip install 'flatout[onnx]'")
     classifier = Classifier(run)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in classifier.state_dict().values())
+    if size > MAX_BYTES:
+        raise InputError(f"{run.path}: has {size / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB")
     dtype = torch.uint16 if classifier.resize.bits == 16 else torch.uint8
     # The lengths of the axes are distinct, and none would specialise the program.
     rows, columns = run.recipe.stored_sides
     images = torch.zeros(2, rows + 5, columns + 11, run.recipe.channels, dtype=dtype)
-    axes = {axis: torch.export.Dim(name) for axis, name in enumerate(("N", "height", "width"))}
+    names = ("N", "height", "width")
+    axes = {axis: torch.export.Dim(name) for axis, name in enumerate(names)}
     try:
         with quietly():
-            return torch.export.export(classifier, (images,), dynamic_shapes=(axes,))
-    except Exception as error:  # the network's own code, run by torch's tracer, may raise anything
+            program = torch.export.export(classifier, (images,), dynamic_shapes=(axes,))
+            made = torch.onnx.export(
+                program, dynamo=True, verbose=False, input_names=["images"], output_names=["probabilities"]
+            )
+    except Exception as error:  # tracer and exporter raise errors of their own, and those of the network's code
         raise InputError(
-            f"{run.path}: {run.recipe.model} cannot be exported ({first_line(error)}); its forward pass must not "
-            "depend on values or on the batch size"
-        ) from error
-
-
-def write_program(run: "Run", path: Path) -> Predict:
-    """Write a run as a `torch.export` program, and return a function that runs the file."""
-    program = _program(run)
-    # As open files, since torch demands a suffix of paths.
-    with quietly(), path.open("wb") as file:
-        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata_of(run))})
-    with path.open("rb") as file:
-        module = torch.export.load(file).module()
-
-    def predict(images: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return module(torch.from_numpy(np.ascontiguousarray(images))).numpy()
-
-    return predict
-
-
-def write_onnx(run: "Run", path: Path) -> Predict:
-    """Write a run as an ONNX file, made from its program, and return a function that runs the file."""
-    if importlib.util.find_spec("onnxscript") is None:
-        raise InputError("--format onnx needs onnxscript: pip install 'flatout[onnx]'")
-    program = _program(run)
-    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    if size > MAX_BYTES:
-        raise InputError(
-            f"{run.path}: has {size / 1e9:.1f} GB of weights, and a single ONNX file holds at most 2 GB; "
-            "try --format exported"
-        )
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
-    try:
-        with quietly():
-            made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
-    except Exception as error:  # the exporter raises errors of its own, which wrap those of its parts
-        why = first_line(causes(error)[-1])
-        raise InputError(
-            f"{run.path}: {run.recipe.model} cannot be written as ONNX ({why}); use --format exported"
+            f"{run.path}: {run.recipe.model} cannot be exported ({first_line(causes(error)[-1])}); its forward pass "
+            "must not depend on values or on the batch size"
         ) from error
     assert made is not None
     model = made.model_proto
     for value in (*model.graph.input, *model.graph.output):
-        for name, axis in zip(("N", "height", "width"), value.type.tensor_type.shape.dim, strict=False):
+        for name, axis in zip(names, value.type.tensor_type.shape.dim, strict=False):
             if axis.dim_param:
                 axis.dim_param = name
     _strip(model)
@@ -311,23 +281,28 @@ class Exported:
 def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any = None, console: Console) -> Exported:
     """See `Run.export`; `console` shows progress."""
     out = Path(out)
-    chosen = next((name for name, suffix in FORMATS.items() if out.suffix == suffix), None)
-    if chosen is None or format not in (None, chosen):
-        names = " or ".join(f"{suffix} (--format {name})" for name, suffix in FORMATS.items())
-        raise InputError(f"--out {out}: must end in {names}{'' if format is None else f', not --format {format}'}")
+    if format not in (None, FORMAT):
+        raise InputError(f"--format {format}: the only format is {FORMAT}")
+    if out.suffix != ".onnx":
+        raise InputError(f"--out {out}: must end in .onnx")
     if out.exists():
         raise InputError(f"{out}: exists; choose another --out, or remove it")
-    split, samples = _images(run, data, console)
+    try:
+        pack, labels = labelled(run, data, console)
+    except InputError as error:
+        hint = "" if data is not None or "--data" in str(error) else "; verify on other images with --data PATH"
+        raise InputError(f"{error}{hint}") from None
+    split, samples = held_out(run.members[0], pack, labels, other=data is not None)
     results: list[Exported] = []
 
     def write(temporary: Path) -> None:
         started = time.monotonic()
-        predict = write_onnx(run, temporary) if chosen == "onnx" else write_program(run, temporary)
+        predict = write_onnx(run, temporary)
         written = time.monotonic()
         figures = _compare(run, samples, predict, console)
         found = Exported(
             out=out,
-            format=chosen,
+            format=FORMAT,
             bytes=temporary.stat().st_size,
             split=split,
             **figures,
@@ -341,28 +316,12 @@ def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any 
                 f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); the largest "
                 f"difference is {found.largest_difference:.3g}; no file was kept"
             )
-        if out.exists():
-            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
         results.append(found)
 
     with contextlib.suppress(OSError):  # the next call reports it
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, write)
     return results[0]
-
-
-def _images(run: "Run", data: Any, console: Console) -> tuple[str, Split]:
-    """Return the split to verify on, and its images."""
-    other = data is not None
-    try:
-        pack, labels = labelled(run, data, console)
-    except InputError as error:
-        hint = "" if other or "--data" in str(error) else "; verify the export on other images with --data PATH"
-        raise InputError(f"{error}{hint}") from None
-    split, samples = held_out(run.members[0], pack, labels, other=other)
-    if not len(samples):
-        raise InputError("there are no images to verify the export on; name some with --data PATH")
-    return split, samples
 
 
 def _compare(run: "Run", samples: Split, predict: Predict, console: Console) -> dict[str, Any]:
@@ -377,15 +336,11 @@ def _compare(run: "Run", samples: Split, predict: Predict, console: Console) -> 
         console.update(start + len(images), len(positions), "images verified")
     console.finish()
     expected, found = np.concatenate(ours), np.concatenate(theirs)
-    if found.shape != expected.shape:
-        raise InputError(f"the export answers {list(found.shape)} where the run answers {list(expected.shape)}")
     task, labels = run.task, samples.labels[positions]
     predicted = [task.predicted_from(one) for one in (expected, found)]
-    if task.name == "regression":
+    same = task.is_right(*(task.decided(one) for one in predicted))
+    if same is None:
         same = np.abs(predicted[0] - predicted[1]) <= NUMBER_TOLERANCE * task.label_std
-    else:
-        same = task.is_right(*(task.decided(one) for one in predicted))
-    assert same is not None
     return {
         "images": len(positions),
         "equal_labels": float(same.mean()),

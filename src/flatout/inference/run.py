@@ -201,15 +201,15 @@ class Run:
         return list(found)
 
     def export(self, out: str | Path, *, format: str | None = None, data: Any = None) -> "Exported":
-        """Write the run for other programs, verified on its test images; see `docs/export.md`.
+        """Write the run as ONNX for other programs, verified on its test images; see `docs/export.md`.
 
         Args:
-            out: a new file. A cross-validation is written as the mean of its folds.
-            format: "onnx" or "exported" (a `torch.export` program); by default, by the suffix of `out`.
+            out: a new file, such as "model.onnx". A cross-validation is written as the mean of its folds.
+            format: "onnx", the only format.
             data: other images to verify on; by default the run's own.
 
         Raises:
-            InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than
+            InputError: the file exists, the run cannot be written as ONNX, its data is missing, or fewer than
                 99.99 % of the labels are equal.
         """
         from flatout.inference.export import export
