@@ -17,7 +17,8 @@ from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_p
 from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
-from flatout.utils.run_files import REPORT, Predictions, RunFiles, read_run
+from flatout.utils.errors import InputError
+from flatout.utils.run_files import REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
@@ -29,34 +30,24 @@ MIN_SECONDS = 0.05
 
 def draw_all(run: Path) -> None:
     """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder."""
-    files = read_run(Path(run))
+    files = read_run(run)
+    task = task_named(files.summary.get("task") or files.recipe.get("task"))
     names, shown = files.summary.get("classes") or [], files.predictions
     if files.metrics:
-        pictures.draw_curves(files.run / "curves.png", files.metrics, files.summary)
-    if shown is not None:
-        picked, task = shown.sample[shown.grid], _task(files)
+        pictures.draw_curves(run / "curves.png", files.metrics, files.summary)
+    # What the page needs where there are no predictions.
+    answers: dict[str, Any] = {"split": "", "mistakes": [], "unanswered": 0}
+    if shown:
+        picked = shown.sample[shown.grid]
         actual, predicted = shown.labels[picked], shown.predicted[picked]
-        pictures.draw_predictions(
-            files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task
-        )
-        pictures.draw_answers(files.run / "confusion.png", shown, names, task)
-    write_page(files.run / REPORT, "page.html.j2", _content(files, names))
+        pictures.draw_predictions(run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task)
+        pictures.draw_answers(run / "confusion.png", shown, names, task)
+        answers = _answers(files, shown, names, task)
+    write_page(run / REPORT, "page.html.j2", _content(files, task, answers["unanswered"]) | answers)
 
 
-def _task(files: RunFiles) -> Task:
-    return task_named(files.summary.get("task") or files.recipe.get("task"))
-
-
-def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
-    summary, shown, task = files.summary, files.predictions, _task(files)
-    rows = _class_rows(shown, names, task) if shown else []
-    unanswered = int((~np.isfinite(shown.probabilities)).any(axis=1).sum()) if shown else 0
-    split = SPLIT_NAMES.get(shown.split, shown.split) if shown else ""
-    pairs: list[tuple[Any, ...]] = []
-    if shown and len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
-        found = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
-        pairs = [tuple(row.values()) for row in found]
-    mistakes = _tiles(shown, shown.mistakes, names, task) if shown else []
+def _content(files: RunFiles, task: Task, unanswered: int) -> dict[str, Any]:
+    summary = files.summary
     remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
     quantities = ["loss", task.metric_names[0]] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
     return {
@@ -65,29 +56,15 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "folder": files.run.resolve().name,
         "date": str(summary.get("date") or "").replace("T", " ")[: len("2026-01-31 12:00")],
         "missing": files.missing,
-        "headline": _headline(files),
+        "task": task.name,
+        "metric": task.metric_title,
+        "headline": _headline(files, task),
         "folds": _folds(summary, task) if summary.get("folds") else [],
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
         "checked": CHECKED[task.name],
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
         "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if files.metrics else {},
-        "split": split,
-        "grid": _tiles(shown, shown.grid, names, task) if shown else [],
-        "mistakes": mistakes,
-        "unanswered": unanswered,
-        "explained": _explained(shown, mistakes) if shown else [],
-        "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
-        "task": task.name,
-        "metric": task.metric_title,
-        "trust": trust(summary, "test" if shown and shown.split == "test" else "valid"),
-        "sets": prediction_sets(summary),
-        "set_columns": SET_COLUMNS,
-        "trust_charts": pictures.trust_charts(summary, shown, task, names),
-        "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
-        "pairs": pairs,
-        "worst": rows[:CLASSES_SHOWN],
-        "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
         "stages": stages(summary, files.recipe),
         "time": _time(summary),
         "recipe": re.split(r"\n\n(?=\[)", files.recipe_text.strip()),
@@ -98,9 +75,41 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _headline(files: RunFiles) -> tuple[str, str, str] | None:
+def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) -> dict[str, Any]:
+    summary, rows = files.summary, _class_rows(shown, names, task)
+    pairs: list[tuple[Any, ...]] = []
+    if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
+        found = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
+        pairs = [tuple(row.values()) for row in found]
+    mistakes = _tiles(shown, shown.mistakes, names, task)
+    try:
+        calibration = {
+            "trust": trust(summary, "test" if shown.split == "test" else "valid"),
+            "sets": prediction_sets(summary),
+            "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
+        }
+    except (KeyError, TypeError, ValueError):  # edited by hand
+        where = files.run / SUMMARY
+        raise InputError(f"{where}: trust is incomplete: restore the file, or remove trust from it") from None
+    return {
+        "split": SPLIT_NAMES.get(shown.split, shown.split),
+        "grid": _tiles(shown, shown.grid, names, task),
+        "mistakes": mistakes,
+        "unanswered": int((~np.isfinite(shown.probabilities)).any(axis=1).sum()),
+        "explained": _explained(shown, mistakes),
+        "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
+        **calibration,
+        "set_columns": SET_COLUMNS,
+        "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()),
+        "pairs": pairs,
+        "worst": rows[:CLASSES_SHOWN],
+        "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
+    }
+
+
+def _headline(files: RunFiles, task: Task) -> tuple[str, str, str] | None:
     """Return a metric, its name and a remark: on test images, else validation images, else the last epoch's."""
-    summary, task = files.summary, _task(files)
+    summary = files.summary
     metric, name = task.metric_names[0], task.metric_title[0].lower() + task.metric_title[1:]
     test, valid = finite(summary.get(f"test_{metric}")), finite(summary.get(f"valid_{metric}"))
     if summary.get("folds") and valid is not None:

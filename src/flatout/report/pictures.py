@@ -309,16 +309,14 @@ def draw_numbers(path: Path, answers: np.ndarray, labels: np.ndarray, title: str
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
-def trust_charts(
-    summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]
-) -> dict[str, str]:
-    """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
-    found, drawn = summary.get("trust") or {}, {}
+def trust_charts(found: Mapping[str, Any], shown: Predictions, task: Task, names: Sequence[str]) -> dict[str, str]:
+    """Return SVG elements by their names: the reliability diagram of `trust`, and ROC and precision-recall curves."""
+    drawn = {}
     if "reliability_after" in found:
         figure = style.new_figure(4.7, 3.4, dpi=72)
         _draw_reliability(figure.add_subplot(), found)
         drawn["reliability diagram"] = as_svg(figure, "reliability")
-    if shown and (decisions := task.decisions(shown.labels, shown.probabilities, names)):
+    if decisions := task.decisions(shown.labels, shown.probabilities, names):
         roc, precision = (style.new_figure(4.7, 3.4, dpi=72) for _ in range(2))
         _draw_decisions(roc.add_subplot(), precision.add_subplot(), decisions)
         drawn |= {"ROC curve": as_svg(roc, "ROC"), "precision-recall curve": as_svg(precision, "precision")}
