@@ -21,6 +21,9 @@ from flatout.utils.style import plain
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Binary decisions, the main one first: name, labels 0 and 1, probabilities.
+Decisions = list[tuple[str, np.ndarray, np.ndarray]]
+
 # Lower bound of probabilities, so that logarithms are finite.
 MIN_PROBABILITY = 1e-12
 # The k of the top-k accuracy, and the maximum number of listed confused pairs.
@@ -138,11 +141,6 @@ class Task(ABC):
     def guessing_loss(self, classes: int) -> float:
         """Return the loss of predictions that do not depend on the image."""
 
-    @classmethod
-    def describe(cls, split: str, figures: Mapping[str, Any]) -> str:
-        """Return the main metrics of a split in words, from figures such as `test_accuracy`."""
-        return f"{split} {cls.description.format(**_of(split, figures))}"
-
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
         """Return the remark below the first metric of a split in the report; "" if figures are missing."""
         with contextlib.suppress(KeyError):
@@ -175,10 +173,8 @@ class Task(ABC):
         """Return mistakes made more than once: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
         return []
 
-    def decisions(
-        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
-    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
-        """Return the decisions that have ROC curves, the main one first: name, labels 0 and 1, probabilities."""
+    def decisions(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> Decisions:
+        """Return the decisions that have ROC curves."""
         return []
 
     @abstractmethod
@@ -328,9 +324,7 @@ class SingleLabel(Task):
             if count > 1
         ]
 
-    def decisions(
-        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
-    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    def decisions(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> Decisions:
         is_finite = np.isfinite(probabilities).all(axis=1)
         if len(classes) != 2 or len(np.unique(labels[is_finite])) != 2:
             return []
@@ -457,9 +451,7 @@ class MultiLabel(Task):
         found = self.decisions(labels, probabilities, [""] * labels.shape[1])[1:]
         return {"roc_auc": float(np.mean([roc_auc_score(*each) for _, *each in found]))} if found else {}
 
-    def decisions(
-        self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]
-    ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    def decisions(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> Decisions:
         is_finite = np.isfinite(probabilities).all(axis=1)
         labels, probabilities = labels[is_finite], probabilities[is_finite]
         columns = [(name, labels[:, k], probabilities[:, k]) for k, name in enumerate(classes)]
@@ -626,7 +618,7 @@ def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence
 
 def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
     """Return the main metrics of a split in words; `figures` are those of `summary.json`, including `task`."""
-    return TASKS[figures["task"]].describe(split, figures)
+    return f"{split} {TASKS[figures['task']].description.format(**_of(split, figures))}"
 
 
 def with_task(recipe: Recipe, name: str) -> Recipe:

@@ -22,6 +22,7 @@ UNLEARNT = lines(2, train_accuracy=0.012, train_loss=4.6)
 WEIGHTED = {"test_accuracy": 0.8, "test_balanced_accuracy": 0.7, "test_count": 1000, "test_class_counts": [900, 100]}
 OVERFITTED = lines(8, train_accuracy=0.99, valid_accuracy=0.8)
 RISING = [epoch_line(e, valid_accuracy=0.6 + 0.02 * e, train_accuracy=0.6) for e in range(1, 9)]
+NUMBERS = {"task": "regression", "loss": "mse"}
 COUNTS = {
     "train_class_counts": [1200, 900, 30],
     "test_class_counts": [50, 40, 10],
@@ -58,6 +59,9 @@ def loss_rose(split: str, losses: tuple[float, ...] = (0.40, 0.31, 0.28, 0.29, 0
         (TWO, {}, loss_rose("valid"), {}, "The validation loss rose from 0.280 in epoch 3 to 0.330 in epoch 6"),
         (TWO, {}, loss_rose("test"), {}, "The test loss rose from 0.280 in epoch 3 to 0.330 in epoch 6"),
         (TWO, {"test_accuracy": 0.831}, lines(1, train_accuracy=0.8), {}, "0.831 after few epochs: 1 epoch is"),
+        ([], {"test_r2": -0.1}, [], NUMBERS,
+         "R² is -0.100 on the test images: no better than always answering the mean."),
+        ([], {"test_r2": 0.4}, loss_rose("valid"), NUMBERS, "by heart. What may help: fewer epochs, augmentation."),
     ],
 )  # fmt: skip
 def test_a_finding_and_its_advice(
@@ -85,6 +89,7 @@ def test_a_finding_and_its_advice(
         (["a", "b", "c"], COUNTS, STEADY, {"class_weights": "balanced"}, "unbalanced"),
         # A head that was fitted, without fine-tuning.
         (TWO, {}, [epoch_line(1) | {"epoch": 0}], {}, ""),
+        ([], {"test_r2": 0.4}, loss_rose("valid")[:4], NUMBERS, ""),
     ],
 )  # fmt: skip
 def test_no_finding(
