@@ -82,7 +82,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)
-        body = self.read_body()
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         hub.requests.append((self.command, path))
         for part, trouble in hub.trouble.items():
             if part in f"{self.command} {path}":
@@ -97,16 +97,6 @@ class _Answer(BaseHTTPRequestHandler):
                 do(self, body, **match.groupdict())
                 return
         raise Refused(404, f"no route for {self.command} {path}")
-
-    def read_body(self) -> bytes:
-        if self.headers["Transfer-Encoding"] != "chunked":
-            return self.rfile.read(int(self.headers["Content-Length"] or 0))
-        body = b""
-        while length := int(self.rfile.readline(), 16):
-            body += self.rfile.read(length)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     do_GET = do_HEAD = do_POST = answer_request  # noqa: N815  (names of http.server)
 

@@ -122,28 +122,31 @@ def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = N
             answers = run.probabilities(pixels_NHWC).argmax(axis=1)
         return np.mean([heatmaps(member, pixels_NHWC, answers) for member in run.members], axis=0)
     try:
-        return heatmaps_of(run.model, run.recipe, run.task.name, pixels_NHWC, answers)
+        return heatmaps_of(run.model, run.recipe, pixels_NHWC, answers)
     except InputError as error:
         raise InputError(f"{run.path}: {error}") from None
 
 
-def heatmaps_of(
-    model: nn.Module, recipe: "Recipe", task: str, pixels_NHWC: np.ndarray, answers: np.ndarray | None
-) -> np.ndarray:
-    """Compute `heatmaps` for a model of a recipe and its task."""
+def heatmaps_of(model: nn.Module, recipe: "Recipe", pixels_NHWC: np.ndarray, answers: np.ndarray | None) -> np.ndarray:
+    """Compute `heatmaps` for a model of a recipe."""
     if isinstance(model, KerasModule):
         raise InputError("heatmaps need a torch network; this one is a Keras model")
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     parts = []
     for start in range(0, len(pixels_NHWC), _AT_ONCE):
-        batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + _AT_ONCE]))
-        images = augment.apply(batch, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
+        images = normalised(recipe, pixels_NHWC[start : start + _AT_ONCE])
         wanted = None if answers is None else torch.from_numpy(answers[start : start + _AT_ONCE])
-        found = layer_cam(model.eval(), images, lambda logits, wanted=wanted: _score(task, logits, wanted))
+        found = layer_cam(model.eval(), images, lambda logits, wanted=wanted: _score(recipe.task, logits, wanted))
         if found is None:
             raise InputError(f"{recipe.model} has no layer with positions in the image to explain by")
         parts.append(found.numpy())
     return np.concatenate(parts)
+
+
+def normalised(recipe: "Recipe", pixels_NHWC: np.ndarray) -> torch.Tensor:
+    """Return the input of a recipe's model, float32 [N, C, H, W], for images in the stored size."""
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    images = torch.from_numpy(np.ascontiguousarray(pixels_NHWC))
+    return augment.apply(images, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
 
 
 def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> torch.Tensor:

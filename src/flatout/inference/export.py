@@ -191,7 +191,7 @@ def quietly() -> Iterator[None]:
 def write_onnx(run: "Run", path: Path) -> Predict:
     """Write a run as an ONNX file, for images of any number, height and width; return a function that runs the file."""
     if importlib.util.find_spec("onnxscript") is None:
-        raise InputError("--format onnx needs onnxscript: pip install 'flatout[onnx]'")
+        raise InputError("ONNX files need onnxscript: pip install 'flatout[onnx]'")
     classifier = Classifier(run)
     size = sum(tensor.numel() * tensor.element_size() for tensor in classifier.state_dict().values())
     if size > MAX_BYTES:

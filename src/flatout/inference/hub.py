@@ -1,7 +1,6 @@
 """Runs on the Hugging Face hub: their addresses, their download, and their upload with a model card."""
 
 import fnmatch
-import importlib.util
 import re
 import shutil
 import tempfile
@@ -41,11 +40,6 @@ _TO_READ = (RECIPE, SUMMARY, WEIGHTS, KNOWN)
 _OWN = (CARD, MODEL, REPORT, *_TO_READ, *PICTURES)
 # A file that the hub adds to each new repository.
 _OF_THE_HUB = ".gitattributes"
-
-
-def is_published(path: str | Path) -> bool:
-    """Whether a path is the address of a run on the hub."""
-    return str(path).startswith(SCHEME)
 
 
 def parse_address(url: str) -> tuple[str, str | None]:
@@ -143,9 +137,7 @@ def format_upload(result: dict[str, Any]) -> list[str]:
 
 
 def _write_onnx(run: "Run", path: Path, console: Console) -> None:
-    """Write the run as an ONNX file, if the extra is installed and the network can be exported."""
-    if importlib.util.find_spec("onnxscript") is None:
-        return
+    """Write the run as an ONNX file, if the network can be exported."""
     from flatout.inference import export
 
     try:
@@ -323,7 +315,4 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
 
 def _cell(value: object) -> str:
     """Return text as a cell of a Markdown table, without markup of its own."""
-    text = " ".join(str(value).split())
-    for character in "\\`*_[]<>|":
-        text = text.replace(character, f"\\{character}")
-    return text
+    return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", " ".join(str(value).split()))

@@ -86,22 +86,18 @@ def write_predictions(
     # The folder of a cross-validation has no weights.
     if len(mistakes) and weights.is_file():
         shown = images[arrays["mistakes"][:EXPLAINED]]
+        # What speaks for the wrong class, or for the first one if the answer was not a number.
+        answers = np.maximum(predicted[mistakes[:EXPLAINED]], 0) if task.name == "single-label" else None
         try:
             model = build_model(recipe, len(classes), module=module, allow_code=allow_code).eval()
             load_exactly(model, read_weights(weights)[0], weights)
-            arrays["heatmaps"] = _heatmaps(model, recipe, shown, predicted[mistakes[:EXPLAINED]])
+            maps = heatmaps_of(model, recipe, shown, answers)
+            arrays["heatmaps"] = (255 * maps).round().astype(np.uint8)
         except Exception as error:  # a user's model may raise anything, which must not fail the run
             note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
     write_atomically(folder / run_files.PREDICTIONS, buffer.getvalue())
-
-
-def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return heatmaps of the pixels that support wrong predictions, uint8 [M, H, W]."""
-    is_class = answers.dtype.kind == "i" and answers.ndim == 1
-    found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
-    return (255 * found).round().astype(np.uint8)
 
 
 def _brightness(samples: Split) -> np.ndarray:

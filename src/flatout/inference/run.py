@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.engine import augment, pixels
+from flatout.engine import pixels
+from flatout.engine.augment import tta_views
 from flatout.inference.calibration import Calibration
 from flatout.inference.evaluate import evaluate
-from flatout.inference.hub import download_run, is_published
+from flatout.inference.explain import normalised
+from flatout.inference.hub import SCHEME, download_run
 from flatout.inference.predict import Outputs, Prediction, predict
 from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions
 from flatout.models.build import build_model
@@ -237,13 +239,11 @@ class Run:
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
         """Return all outputs for images; for the arguments see `probabilities`."""
-        views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
-        mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
+        views = tta_views(self.recipe) if tta or self.recipe.tta else []
         results, seen = [], []
         with torch.no_grad(), self._network() as (model, features):
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
-                batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_sides)
+                images = normalised(self.recipe, pixels_NHWC[start : start + self.recipe.batch_size])
                 each = [model(pixels.view(torch, images, *view)) for view in views]
                 results.append((self.task.averaged(torch.stack(each)) if each else model(images)).float())
                 seen.append(features.take())
@@ -353,7 +353,7 @@ def load(path: str | Path, *, model: Any = None, allow_code: bool = False) -> Ru
     A cross-validation is an `Ensemble`. See `Run` for the arguments. `hf://USER/NAME`, or `hf://USER/NAME@REVISION`, is
     downloaded from the Hugging Face hub into its cache.
     """
-    if is_published(path):
+    if str(path).startswith(SCHEME):
         path = download_run(str(path))
     recipe = Path(path) / RECIPE
     data = load_recipe(recipe).data if recipe.is_file() else Data()
