@@ -113,62 +113,52 @@ def predict(
     if run.calibration and run.calibration.remark:
         note(run.calibration.remark)
     heatmaps = None if explain is None else HeatmapWriter(run, explain)
-    stops = on_bad_image == "stop"
-    return _predictions(run, images, stops=stops, top=top, tta=tta, coverage=coverage, heatmaps=heatmaps)
+
+    def predicted(named: list[tuple[str, np.ndarray]]) -> list[Prediction]:
+        names, pixels = [name for name, _ in named], np.stack([image for _, image in named])
+        outputs = run.outputs(pixels, tta=tta)
+        fields: list[dict[str, Any]] = [run.task.answer(row, run.classes, top) for row in outputs.probabilities]
+        if outputs.unknown_score is not None and run.unknown_threshold is not None:
+            for one, is_unknown in zip(fields, outputs.unknown_score > run.unknown_threshold, strict=True):
+                one["unknown"] = bool(is_unknown)
+        if coverage is not None and run.calibration and outputs.logits is not None:
+            inside = run.calibration.in_set(outputs.logits, coverage)
+            for one, row, is_in in zip(fields, outputs.probabilities, inside, strict=True):
+                best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
+                one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
+        if heatmaps:
+            for one, path in zip(fields, heatmaps.write(names, pixels), strict=True):
+                one["explanation"] = path
+        return [Prediction(file=name, **one) for name, one in zip(names, fields, strict=True)]
+
+    return _predictions(run.recipe, images, predicted, stops=on_bad_image == "stop")
 
 
-def _predictions(run: "Run", images: Any, *, stops: bool, **options: Any) -> Iterator[Prediction]:
+def _predictions(
+    recipe: "Recipe",
+    images: Any,
+    predicted: Callable[[list[tuple[str, np.ndarray]]], list[Prediction]],
+    *,
+    stops: bool,
+) -> Iterator[Prediction]:
     """Yield a prediction for each image; if `stops`, raise InputError that names all images that cannot be read."""
-    named, count = _named(images, run.recipe), 0
+    named, count = _named(images, recipe), 0
     bad: list[str] = []
     with ThreadPoolExecutor() as pool:
-        while batch := list(islice(named, min(_MAX_AT_ONCE, run.recipe.batch_size))):
+        while batch := list(islice(named, min(_MAX_AT_ONCE, recipe.batch_size))):
             count += len(batch)
-            names = [name for name, _ in batch]
-            decoded = list(pool.map(lambda item: _pixels(run.recipe, item[1]), batch))
-            errors = {i: one for i, one in enumerate(decoded) if isinstance(one, str)}
+            decoded = list(pool.map(lambda item: _pixels(recipe, *item), batch))
             if stops:
-                bad += [f"{names[i]}: {reason}" for i, reason in errors.items()]
+                bad += [f"{one.file}: {one.error}" for one in decoded if isinstance(one, Prediction)]
             if bad:  # the rest is decoded only to name every bad file
                 continue
-            readable = [i for i in range(len(batch)) if i not in errors]
-            found = iter(_predicted(run, [names[i] for i in readable], [decoded[i] for i in readable], **options))
-            for i, name in enumerate(names):
-                yield Prediction(file=name, error=errors[i]) if i in errors else next(found)
+            readable = [one for one in decoded if not isinstance(one, Prediction)]
+            found = iter(predicted(readable) if readable else ())
+            yield from (one if isinstance(one, Prediction) else next(found) for one in decoded)
     if bad:
         raise InputError("\n".join(["these images cannot be read:", *bad]))
     if not count:
         raise InputError("no image to classify: name files or folders")
-
-
-def _predicted(
-    run: "Run",
-    names: list[str],
-    images: list[Any],
-    *,
-    top: int,
-    tta: bool,
-    coverage: float | None,
-    heatmaps: "HeatmapWriter | None",
-) -> list[Prediction]:
-    """Return the predictions for decoded images, each [H, W, C]."""
-    if not images:
-        return []
-    pixels = np.stack(images)
-    outputs = run.outputs(pixels, tta=tta)
-    fields: list[dict[str, Any]] = [run.task.answer(row, run.classes, top) for row in outputs.probabilities]
-    if outputs.unknown_score is not None and run.unknown_threshold is not None:
-        for one, is_unknown in zip(fields, outputs.unknown_score > run.unknown_threshold, strict=True):
-            one["unknown"] = bool(is_unknown)
-    if coverage is not None and run.calibration and outputs.logits is not None:
-        inside = run.calibration.in_set(outputs.logits, coverage)
-        for one, row, is_in in zip(fields, outputs.probabilities, inside, strict=True):
-            best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
-            one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
-    if heatmaps:
-        for one, path in zip(fields, heatmaps.write(names, pixels), strict=True):
-            one["explanation"] = path
-    return [Prediction(file=name, **one) for name, one in zip(names, fields, strict=True)]
 
 
 def _check_coverage(run: "Run", coverage: float) -> None:
@@ -284,8 +274,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _pixels(recipe: "Recipe", image: Any) -> np.ndarray | str:
-    """Return the model's input for an image, [H, W, C], or the reason why it cannot be read."""
+def _pixels(recipe: "Recipe", name: str, image: Any) -> tuple[str, np.ndarray] | Prediction:
+    """Return name and stored pixels [H, W, C] of an image; if it cannot be read, a `Prediction` with the reason."""
     shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels}
     shape |= {"resize": recipe.data.resize, "bits": recipe.data.bits}
     try:
@@ -295,8 +285,8 @@ def _pixels(recipe: "Recipe", image: Any) -> np.ndarray | str:
             image.save(file, "PNG" if image.mode[0] in "1LPRI" else "TIFF", compress_level=1, exif=image.getexif())
             image = file.getvalue()
         if isinstance(image, bytes | Path):
-            return decode_image(image, **shape)
+            return name, decode_image(image, **shape)
         _, pixels = next(_rows(image[None], recipe))
-        return resize_images(pixels[None], **shape)[0]
+        return name, resize_images(pixels[None], **shape)[0]
     except (BadImage, InputError, OSError) as error:
-        return str(error)
+        return Prediction(file=name, error=str(error))

@@ -142,7 +142,7 @@ def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
 
 def _learning_rate_advice(recipe: Recipe) -> str:
     lr, at_batch = recipe.optimizer.lr, scaled_rate(recipe)
-    effective = scaled_rate(recipe) / (1 - (recipe.optimizer.momentum or 0.0))
+    effective = at_batch / (1 - (recipe.optimizer.momentum or 0.0))
     usual = USUAL_LEARNING_RATE.get(recipe.optimizer.name, effective)
     higher, lower = f"--lr {lr * LEARNING_RATE_STEP:g}", f"--lr {lr / LEARNING_RATE_STEP:g}"
     shown = f"{lr:g}" if math.isclose(lr, at_batch) else f"{lr:g} ({at_batch:g} for the batch size)"
@@ -255,25 +255,23 @@ def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[
         source = f"the published weights of {recipe.get('model')}"
     if not source and "head" not in times:
         return []
+
+    def spent(part: str) -> str:
+        seconds = finite(times.get(part))
+        return duration(seconds) if seconds else ""
+
     rows = [("pre-trained", f"the layers before the head: {source}" if source else "none: random weights", "")]
     if "head" in times:
         is_mirrored = recipe.get("tta") and (recipe.get("augment") or {}).get("flip")
-        once = "once for each image" + " and its mirror image" * bool(is_mirrored)
-        rows.append(("features", f"the layers before the head, frozen: their output is computed {once}", "features"))
-        rows.append(("head", "the head is fitted to the features" + _fitted(summary), "head"))
-    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), "train"))
+        frozen = "the layers before the head, frozen: their output is computed once for each image"
+        rows.append(("features", frozen + " and its mirror image" * bool(is_mirrored), spent("features")))
+        alone = None if summary.get("epochs_trained") else finite(summary.get("trained_parameters"))
+        fitted = f"the head is fitted to the features{f': {alone:,.0f} parameters' if alone else ''}"
+        rows.append(("head", fitted, spent("head")))
+    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), spent("train")))
     kept = summary.get("kept_epoch")
-    rows.append(("evaluation", "the fitted head" if kept == 0 else f"the weights of epoch {kept or '—'}", "evaluate"))
-    seconds = [finite(times.get(key)) for *_, key in rows]
-    return [
-        (name, layers, duration(spent) if spent else "") for (name, layers, _), spent in zip(rows, seconds, strict=True)
-    ]
-
-
-def _fitted(summary: Mapping[str, Any]) -> str:
-    """Return the number of parameters of the head, if only these were trained."""
-    count = finite(summary.get("trained_parameters"))
-    return f": {count:,.0f} parameters" if count and not summary.get("epochs_trained") else ""
+    used = "the fitted head" if kept == 0 else f"the weights of epoch {kept or '—'}"
+    return [*rows, ("evaluation", used, spent("evaluate"))]
 
 
 def _fine_tuning(summary: Mapping[str, Any], *, has_head: bool) -> str:
