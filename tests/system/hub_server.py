@@ -128,29 +128,23 @@ class _Answer(BaseHTTPRequestHandler):
     def check_card(self, body: bytes) -> None:
         self.send(200, {"errors": [], "warnings": []})
 
-    def found(self, name: str) -> Repository:
+    def found(self, name: str, revision: str = "main") -> tuple[Repository, str, dict[str, bytes]]:
+        """Return a repository, the commit of a revision, and its files."""
         repository = self.server.repositories.get(name)
         if repository is None or (repository.private and not self.headers["Authorization"]):
             raise Refused(404 if self.headers["Authorization"] else 401, "Repository not found", "RepoNotFound")
-        return repository
+        commit = repository.sha() if revision == "main" else revision
+        files = {repository.sha(number): files for number, files in enumerate(repository.commits)}
+        return repository, commit, files[commit]
 
-    def commit_of(self, repository: Repository, revision: str) -> dict[str, bytes]:
-        shas = {repository.sha(number): files for number, files in enumerate(repository.commits)}
-        found = shas.get(revision, repository.files if revision == "main" else None)
-        if found is None:
-            raise Refused(404, "Revision not found", "RevisionNotFound")
-        return found
-
-    def info(self, body: bytes, name: str, revision: str | None = None) -> None:
-        repository = self.found(name)
-        files = self.commit_of(repository, revision or "main")
-        number = repository.commits.index(files)
-        about = {"id": name, "modelId": name, "sha": repository.sha(number), "private": repository.private, "tags": []}
+    def info(self, body: bytes, name: str, revision: str = "main") -> None:
+        repository, commit, files = self.found(name, revision)
+        about = {"id": name, "modelId": name, "sha": commit, "private": repository.private, "tags": []}
         siblings = [{"rfilename": path} for path in files]
         self.send(200, {**about, "downloads": 0, "likes": 0, "siblings": siblings})
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
-        files = self.commit_of(self.found(name), revision)
+        _, _, files = self.found(name, revision)
         about = {
             path: {"size": len(content), "oid": hashlib.sha1(content).hexdigest()} for path, content in files.items()
         }
@@ -163,7 +157,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.send(200, {"files": files})
 
     def commit(self, body: bytes, name: str) -> None:
-        repository = self.found(name)
+        repository, _, _ = self.found(name)
         lines = [json.loads(line) for line in body.splitlines()]
         header, files = lines[0]["value"], dict(repository.files)
         if header.get("parentCommit") not in (None, repository.sha()):
@@ -180,12 +174,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.send(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.server.url}/{name}/commit/{oid}"})
 
     def download(self, body: bytes, name: str, revision: str, path: str) -> None:
-        repository = self.found(name)
-        files = self.commit_of(repository, revision)
-        if path not in files:
-            raise Refused(404, "Entry not found", "EntryNotFound")
+        _, commit, files = self.found(name, revision)
         etag = hashlib.sha256(files[path]).hexdigest()
-        commit = repository.sha(repository.commits.index(files))
         self.send(200, files[path], {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
 
 

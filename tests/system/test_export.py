@@ -37,11 +37,6 @@ def patterns(count: int, size: tuple[int, int], channels: int, bits: int = 8) ->
     return (images * (257 if bits == 16 else 1)).astype(np.uint16 if bits == 16 else np.uint8), labels
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
-    assert main([str(word) for word in words]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def assert_same_answers(run: flatout.Run, file: Path, images: np.ndarray) -> None:
     """Compare the answers of a run and of its ONNX file for images uint8 or uint16 [N, H, W, C] of another size."""
     recipe = run.recipe
@@ -125,7 +120,8 @@ def test_runs_whose_data_has_moved_are_verified_on_other_data(
         words = ["export", str(run.path), "--out", str(tmp_path / "model.onnx"), "--format", "onnx"]
         assert main(words) == 2
         assert "verify on other images with --data PATH" in capsys.readouterr().err
-        found = printed(capsys, *words, "--data", moved, "--json")
+        assert main([*words, "--data", str(moved), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
         assert (found["split"], found["images"], found["equal_labels"]) == ("all", 300, 1.0)
     finally:
         moved.rename(digits)

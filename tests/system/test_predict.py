@@ -67,7 +67,8 @@ def test_files_that_cannot_be_read(
     assert main([*words, "--on-bad-image", "skip"]) == 0
     shown = json.loads(capsys.readouterr().out)["predictions"]
     assert [list(one)[:2] for one in shown] == [["file", "predictions"], ["file", "error"], ["file", "predictions"]]
-    assert main([*words, "--csv", str(tmp_path / "answers.csv"), "--coverage", "0.8"]) == 0
+    flags = ["--csv", str(tmp_path / "answers.csv"), "--coverage", "0.8", "--explain", str(tmp_path / "maps")]
+    assert main([*words, *flags]) == 0
     assert json.loads(capsys.readouterr().out)["unreadable"] == 1
     rows = rows_of(tmp_path / "answers.csv")
     assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png", "2.png"]
@@ -77,6 +78,11 @@ def test_files_that_cannot_be_read(
         assert float(row["probability_1"] or 0) == best.get("probability", 0)
         assert (row["unknown"] == "true") == one.get("unknown", False)
         assert set(filter(None, row["set"].split("|"))) <= set(run.classes)
+    for row in (rows[0], rows[2]):  # the image next to its heatmap, both enlarged
+        with Image.open(row["explanation"]) as picture:
+            assert picture.size == (2 * 192 + 8, 192)
+    assert main([*words, *flags[2:]]) == 2
+    assert "maps: exists and is not an empty folder" in capsys.readouterr().err
     assert main([*words, "--csv", str(tmp_path / "answers.csv")]) == 2
     assert "answers.csv: exists; choose another --csv" in capsys.readouterr().err
     missing = ["predict", str(run.path), str(tmp_path / "nowhere"), "--csv", str(tmp_path / "none.csv")]

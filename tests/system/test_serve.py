@@ -1,6 +1,6 @@
 """The example server: real requests over a socket are answered as `flatout predict` answers."""
 
-import importlib.util
+import importlib
 import io
 import json
 import re
@@ -43,24 +43,18 @@ def served(run: flatout.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Return the address of a running server, and a list that grows by the size of every batch."""
     model, batches = tmp_path_factory.mktemp("model") / "model.onnx", []
     run.export(model)
-    spec = importlib.util.spec_from_file_location("serve_app", FOLDER / "app.py")
-    assert spec is not None
-    assert spec.loader is not None
-    app: Any = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODEL", str(model))
-        spec.loader.exec_module(app)
+        patch.syspath_prepend(FOLDER)
+        app = importlib.import_module("app")
+    compute = app.session.run
 
-    class Session:
-        def __init__(self, session: Any) -> None:
-            self.session = session
+    def run_slowly(names: Any, inputs: Any) -> Any:
+        batches.append(len(inputs["images"]))
+        time.sleep(0.05)  # as a larger model: requests arrive meanwhile
+        return compute(names, inputs)
 
-        def run(self, names: Any, inputs: Any) -> Any:
-            batches.append(len(inputs["images"]))
-            time.sleep(0.05)  # as a larger model: requests arrive meanwhile
-            return self.session.run(names, inputs)
-
-    app.session = Session(app.session)
+    app.session.run = run_slowly
     server = uvicorn.Server(uvicorn.Config(app.app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -70,7 +64,7 @@ def served(run: flatout.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     yield f"http://127.0.0.1:{port}/predict", batches
     server.should_exit = True
     thread.join()
-    sys.modules.pop("serve_app", None)
+    sys.modules.pop("app", None)
 
 
 def png(seed: int) -> bytes:

@@ -40,11 +40,6 @@ def fit(out: Path, data: Any, **changes: Any) -> flatout.Run:
     return flatout.fit("fast-cnn-16", data, out=out, **usual | changes)
 
 
-def saved(run: flatout.Run) -> dict[str, np.ndarray]:
-    with np.load(run.path / "predictions.npz") as arrays:
-        return dict(arrays)
-
-
 @pytest.fixture(scope="module")
 def listed(pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with 300 images of pairs, and lists of their digits, and of the number that they form."""
@@ -71,8 +66,9 @@ def command(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"loss": "huber", "augment": {"mixup": 0.2}} if kind == "numbers" else {}
     run = fit(tmp_path / "run", listed / f"{kind}.csv", epochs=3, **changes)
-    summary, arrays, page = run.summary, saved(run), (run.path / "report.html").read_text()
-    labels, answers = arrays["labels"], arrays["predicted"]
+    summary, page = run.summary, (run.path / "report.html").read_text()
+    with np.load(run.path / "predictions.npz") as saved:
+        labels, answers, probabilities = (saved[name] for name in ("labels", "predicted", "probabilities"))
     result = command(capsys, "evaluate", run.path, "--devices", "cpu")
     found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]
     if kind == "numbers":
@@ -82,11 +78,11 @@ def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys:
         assert found["value"] == pytest.approx(flatout.load(run.path).predict(listed / "images" / "7.png")[0].value)
         assert "Predicted against actual" in page
     else:
-        expected = {"test_map": average_precision_score(labels, arrays["probabilities"], average="macro")}
+        expected = {"test_map": average_precision_score(labels, probabilities, average="macro")}
         expected |= {f"test_f1_{how}": f1_score(labels, answers, average=how) for how in ("macro", "micro")}
         assert (run.recipe.task, run.recipe.loss) == ("multi-label", "binary-cross-entropy")
         assert run.classes == tuple("0123456789") == tuple(row["class"] for row in result["per_class"])
-        assert (answers == (arrays["probabilities"] >= run.task.thresholds)).all()
+        assert (answers == (probabilities >= run.task.thresholds)).all()
         assert not [key for key in summary if "accuracy" in key]
         assert {"train_exact_match", "valid_map", "valid_loss"} <= run.epochs[-1].keys()
         assert {row["class"] for row in found["predictions"]} <= set(run.classes)

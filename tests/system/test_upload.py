@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,17 @@ def upload(run: flatout.Run, *flags: str) -> int:
     return main(["upload", str(run.path), URL, *flags])
 
 
-def assert_refused(capsys: pytest.CaptureFixture[str], words: list[Any], expected: str) -> None:
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    (message,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("uploading "))
-    assert expected in message
+@pytest.fixture
+def assert_refused(capsys: pytest.CaptureFixture[str]) -> Callable[[list[Any], str], None]:
+    """Return a function that runs a command, and compares its one message."""
+
+    def check(words: list[Any], expected: str) -> None:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        (message,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("uploading "))
+        assert expected in message
+
+    return check
 
 
 def test_what_is_published_answers_as_the_run_does(
@@ -179,15 +185,13 @@ def test_a_cross_validation_of_several_labels(hub: Hub, tmp_path: Path) -> None:
 DENIED = "access is denied (HTTP {}): check the name, and run hf auth login or set HF_TOKEN"
 
 
-def test_files_are_replaced_only_when_asked(
-    run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_replaced_only_when_asked(run: flatout.Run, plain_hub: Hub, assert_refused: Any) -> None:
     repository = plain_hub.repositories[NAME] = Repository()
     theirs = {"weights.safetensors": b"theirs", "train.py": b"theirs", "model.onnx": b"stale"}
     repository.commits.append({**repository.files, **theirs})
     files = "(model.onnx, train.py, weights.safetensors)"
     wanted = f"flatout: {URL}: exists and has files {files}; give --overwrite, or choose another name"
-    assert_refused(capsys, ["upload", run.path, URL], wanted)
+    assert_refused(["upload", run.path, URL], wanted)
     assert len(repository.commits) == 2
     assert upload(run, "--overwrite") == 0
     assert set(repository.files) == PUBLISHED | {".gitattributes", "train.py"}
@@ -196,16 +200,16 @@ def test_files_are_replaced_only_when_asked(
 
 
 def test_private_repositories(
-    run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: flatout.Run, plain_hub: Hub, assert_refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert upload(run, "--private") == 0
     assert plain_hub.repositories[NAME].private
     monkeypatch.delenv("HF_TOKEN")
-    assert_refused(capsys, ["predict", URL, "x.png"], DENIED.format(401))
+    assert_refused(["predict", URL, "x.png"], DENIED.format(401))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     plain_hub.repositories[NAME].private = False
     public = f"exists and is public; make it private on {plain_hub.url}/{NAME}/settings"
-    assert_refused(capsys, ["upload", run.path, URL, "--private"], public)
+    assert_refused(["upload", run.path, URL, "--private"], public)
 
 
 # --- failures: one message, exit code 2, nothing half ---
@@ -221,39 +225,32 @@ def test_private_repositories(
     ],
 )
 def test_a_failure_leaves_nothing_half(
-    run: flatout.Run,
-    plain_hub: Hub,
-    capsys: pytest.CaptureFixture[str],
-    where: str,
-    trouble: int | str,
-    expected: str,
+    run: flatout.Run, plain_hub: Hub, assert_refused: Any, where: str, trouble: int | str, expected: str
 ) -> None:
     plain_hub.trouble[where] = trouble
-    assert_refused(capsys, ["upload", run.path, URL], expected)
+    assert_refused(["upload", run.path, URL], expected)
     assert all(len(repository.commits) == 1 for repository in plain_hub.repositories.values())
     plain_hub.trouble.clear()
     assert upload(run) == 0
 
 
 def test_no_token_no_network_no_cache(
-    run: flatout.Run, plain_hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: flatout.Run, plain_hub: Hub, assert_refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish, use = ["upload", run.path, URL], ["predict", URL, "x.png"]
     for token in ("hf_wrong", ""):
         monkeypatch.setenv("HF_TOKEN", token)
-        assert_refused(capsys, publish, DENIED.format(401))
+        assert_refused(publish, DENIED.format(401))
     assert plain_hub.repositories == {}
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for words in (publish, use):
-        assert_refused(capsys, words, "the hub did not answer ([Errno 111] Connection refused); check the network")
+        assert_refused(words, "the hub did not answer ([Errno 111] Connection refused); check the network")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for words in (publish, use):
-        assert_refused(capsys, words, "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used")
+        assert_refused(words, "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used")
 
 
-def test_addresses_and_runs_that_are_refused(
-    run: flatout.Run, hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_addresses_and_runs_that_are_refused(run: flatout.Run, hub: Hub, assert_refused: Any, tmp_path: Path) -> None:
     copy = tmp_path / "shapes"
     shutil.copytree(run.path, copy)
     (copy / "summary.json").unlink()
@@ -267,5 +264,5 @@ def test_addresses_and_runs_that_are_refused(
         (["upload", run.path, f"{URL}@v1"], "uploads go to the main branch"),
         (["upload", copy, URL], f"the run has not finished; continue it with: flatout train --resume --out {copy}"),
     ):
-        assert_refused(capsys, words, expected)
+        assert_refused(words, expected)
     assert NAME not in hub.repositories

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import wilcoxon
 from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
 import flatout
@@ -15,6 +16,7 @@ from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar
 from flatout.tasks import task_named, wilson
+from tests.unit.runs import write_run
 
 ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
 
@@ -195,6 +197,27 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     for wrong, reason in ((other, "not the same test images"), (f"{first}/../first", "are the same run")):
         assert main(["compare", first, str(wrong)]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_two_runs_of_numbers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.normal(50, 9, 200).astype(np.float32)
+    folders, errors = [tmp_path / "first", tmp_path / "second"], []
+    for folder, spread in zip(folders, (1, 3), strict=True):
+        write_run(folder, ["number"], task="regression")
+        numbers = labels + rng.normal(0, spread, 200).astype(np.float32)
+        with np.load(folder / "predictions.npz") as saved:
+            content: dict[str, Any] = dict(saved)
+        content |= {"labels": labels, "predicted": numbers, "probabilities": numbers[:, None]}
+        np.savez(folder / "predictions.npz", **content)
+        errors.append(np.abs(numbers.astype(np.float64) - labels))
+    assert main(["compare", *map(str, folders), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["p_value"] == pytest.approx(wilcoxon(*errors).pvalue)  # type: ignore[attr-defined]
+    assert found["values"] == pytest.approx([one.mean() for one in errors])
+    assert found["smaller_errors"] == [(errors[0] < errors[1]).sum(), (errors[1] < errors[0]).sum()]
+    assert main(["compare", *map(str, folders)]) == 0
+    assert "Wilcoxon test: p = " in capsys.readouterr().out
 
 
 def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, capsys: Any) -> None:

@@ -28,12 +28,6 @@ HOSTILE = [
 ]
 
 
-def replace_predictions(run: Path, **changes: Any) -> None:
-    with np.load(run / "predictions.npz") as arrays:
-        content: dict[str, Any] = dict(arrays)
-    np.savez(run / "predictions.npz", **(content | changes))
-
-
 @pytest.fixture
 def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
@@ -117,7 +111,10 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
         stopped="the loss was not a number in epoch 2", images_per_second=math.nan, time_seconds=None,
         epochs_trained=2,
     )  # fmt: skip
-    replace_predictions(run, probabilities=np.full((60, 2), np.nan, np.float32))
+    with np.load(run / "predictions.npz") as arrays:
+        content: dict[str, Any] = dict(arrays)
+    content["probabilities"] = np.full((60, 2), np.nan, np.float32)
+    np.savez(run / "predictions.npz", **content)
     page = Page(run)
     assert "Stopped: the loss was not a number in epoch 2" in page.sections[""]
     assert "training accuracy, epoch 2" in page.sections[""]
