@@ -58,20 +58,15 @@ def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:
 
 
 def thumbnail(image_HWC: np.ndarray) -> str:
-    """Return `encode` as a data URI."""
-    return data_uri(*encode(image_HWC))
-
-
-def encode(image_HWC: np.ndarray) -> tuple[str, bytes]:
-    """Return type and content of a picture of at most `THUMBNAIL_PIXELS`: PNG for tiny images, JPEG for photographs."""
+    """Return a picture of at most `THUMBNAIL_PIXELS` as a data URI: PNG for tiny images, JPEG for photographs."""
     image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
     buffer = io.BytesIO()
     if max(image.size) < SMOOTH_FROM_PIXELS:
         image.save(buffer, format="png", optimize=True)
-        return "image/png", buffer.getvalue()
+        return data_uri("image/png", buffer.getvalue())
     image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     image.save(buffer, format="jpeg", quality=88)
-    return "image/jpeg", buffer.getvalue()
+    return data_uri("image/jpeg", buffer.getvalue())
 
 
 def data_uri(kind: str, content: bytes) -> str:
