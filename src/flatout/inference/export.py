@@ -316,6 +316,8 @@ def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any 
                 f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); the largest "
                 f"difference is {found.largest_difference:.3g}; no file was kept"
             )
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
         results.append(found)
 
     with contextlib.suppress(OSError):  # the next call reports it
