@@ -116,7 +116,7 @@ class Traces:
                 file.write(json.dumps({"key": key, **self.known[key]}) + "\n")
         if not (found := self.known[key]):
             return None
-        calls = {Call(**dict(zip(FIELDS, call[:-1], strict=True))): call[-1] for call in found["calls"]}
+        calls = {Call(*call): count for *call, count in found["calls"]}
         made = Trace(batch=batch, calls=calls, parameters=found["parameters"], peak_bytes=found["peak"])
         return Row(model=model, gpu=gpu, train=train, seconds=batch / speed, trace=made, **{"fused": True, **form})
 
@@ -141,9 +141,6 @@ def table_rows(folder: Path, traces: Traces) -> Iterator[Row]:
                     yield row
 
 
-FIELDS = [field.name for field in dataclasses.fields(Call)]
-
-
 def traced(model: str, batch: int, size: int, train: bool, fused: bool) -> dict[str, Any]:
     """Return the trace of a network as JSON; empty if it cannot be made or traced."""
     import timm
@@ -166,7 +163,7 @@ def traced(model: str, batch: int, size: int, train: bool, fused: bool) -> dict[
     except Exception as error:  # a network may raise anything
         print(f"{model}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
         return {}
-    calls = [[*dataclasses.astuple(call), count] for call, count in found.calls.items()]
+    calls = [[*call, count] for call, count in found.calls.items()]
     return {"parameters": found.parameters, "peak": found.peak_bytes, "calls": calls}
 
 

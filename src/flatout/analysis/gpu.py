@@ -34,11 +34,6 @@ class Chip(NamedTuple):
     source: str  # where these figures are published
 
     @property
-    def precisions(self) -> tuple[str, ...]:
-        """Its number formats of recipes, the fastest first; those of tensor cores came with Ampere."""
-        return ("bf16", "tf32", "fp32") if self.tf32 else ("fp32",)
-
-    @property
     def usable_bytes(self) -> float:
         """Memory for tensors alive at once: without CUDA's context, and the gaps between blocks of the allocator."""
         return (self.memory * 2**30 - CONTEXT_BYTES) * USABLE_SHARE
@@ -140,9 +135,9 @@ class Efficiencies:
 
 FITTED = Efficiencies()
 
-_FIELDS = ("flops", "bytes", "largest", "batch", "m", "n", "k", "half")
+# The fields of `Call`, in their order.
+_FIELDS = ("bytes", "largest", "flops", "batch", "m", "n", "k", "half")
 _CONVOLUTIONS = ("conv", "conv-dgrad", "conv-wgrad")
-_BANDWIDTHS = {"reduction": "reduction", "pool": "reduction", "move": "move"}
 # cuDNN's fast kernels for gradients of grouped convolutions take these channels per group, and channels in all.
 _GROUP_WIDTHS, _GROUPED_CHANNELS = (4, 8, 16, 32), 128
 # Multiply-adds per multiprocessor and clock of the CUDA cores.
@@ -167,8 +162,7 @@ def chips_named(text: str) -> dict[str, Chip]:
 
 def columns(calls: "Iterable[Call]") -> np.ndarray:
     """Return calls as a structured array, a row for each."""
-    rows = [(call.kind, *(getattr(call, field) for field in _FIELDS)) for call in calls]
-    return np.array(rows, dtype=[("kind", "U16"), *((field, float) for field in _FIELDS)])
+    return np.array(list(calls), dtype=[("kind", "U16"), *((field, float) for field in _FIELDS)])
 
 
 def call_seconds(
@@ -179,6 +173,7 @@ def call_seconds(
     is_conv = np.isin(kind, _CONVOLUTIONS)
     is_product = is_conv | (kind == "matmul")
     is_depthwise = np.char.startswith(kind, "depthwise")
+    is_arithmetic = is_product | is_depthwise | (kind == "attention")
 
     # The share of the peak: sizes, then waves of tiles over the multiprocessors, of which the last is not full.
     share = np.ones(len(calls))
@@ -198,12 +193,12 @@ def call_seconds(
     full = _fed(chip.tf32 * 1e12, clocks, e.feed) if tf32 and chip.tf32 else chip.fp32 * 1e12
     half = _fed(chip.half * 1e12, clocks, e.feed)
     peak = np.where(is_depthwise, clocks * 2 * LANES, np.where(calls["half"] > 0, half, full))
-    arithmetic = np.where(is_product | is_depthwise | (kind == "attention"), calls["flops"], 0) / (peak * share)
+    arithmetic = np.where(is_arithmetic, calls["flops"], 0) / (peak * share)
 
     bandwidth = np.full(len(calls), e.stream)
-    bandwidth[is_product | is_depthwise | (kind == "attention")] = e.products
-    for name, field in _BANDWIDTHS.items():
-        bandwidth[kind == name] = getattr(e, field)
+    bandwidth[is_arithmetic] = e.products
+    bandwidth[np.isin(kind, ("reduction", "pool"))] = e.reduction
+    bandwidth[kind == "move"] = e.move
     in_cache = np.minimum(1, e.cached * chip.l2 * 2**20 / np.maximum(1, calls["largest"]))
     return arithmetic, calls["bytes"] * (1 - in_cache / 2) / (_fed(chip.bandwidth * 1e9, clocks, e.issue) * bandwidth)
 
@@ -265,7 +260,7 @@ def estimate_on_gpus(
         precision = work.recipe.precision
         if precision == "auto":
             precision = usual_precision(traces, work.batch, inference=inference) if chip.tf32 else "fp32"
-        if precision not in chip.precisions:
+        if precision != "fp32" and not chip.tf32:  # the other formats came with Ampere, as TF32 did
             raise InputError(f"--gpu {name}: does not compute in {precision}; use --set precision=fp32")
         trace_of = functools.partial(traces, precision == "bf16")
         trace = trace_of(work.batch)

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +55,7 @@ _KINDS = {
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """The kernel of an operation; equal ones are counted.
 
     `kind` is `conv`, `depthwise`, each also with `-dgrad` or `-wgrad` (the gradient of images or weights), `matmul`,
