@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,8 @@ class RunStore:
     def content(self, version: str = "") -> Row:
         """Return `runs`, `folder`, `exists`, `notes` and their `version`; only that if it is the given one."""
         with self._lock:
-            rows, count = {}, 0
-            for path, changed, is_run in self._folders():
-                count += 1
+            folders, rows = list(islice(self._folders(), MAX_FOLDERS)), {}
+            for path, changed, is_run in folders:
                 if is_run:
                     name = path.relative_to(self.root).as_posix()
                     before, row = self._rows.get(name, (None, {}))
@@ -108,7 +108,7 @@ class RunStore:
         found = {
             "folder": str(self.root.absolute()),
             "exists": self.root.is_dir(),
-            "notes": [few] if count >= MAX_FOLDERS else [],
+            "notes": [few] if len(folders) == MAX_FOLDERS else [],
             "runs": [row for _, row in rows.values()],
         }
         now = hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
@@ -116,10 +116,9 @@ class RunStore:
 
     def _folders(self) -> Iterator[tuple[Path, int, bool]]:
         """Yield every folder, its time in nanoseconds, and whether it is a run."""
-        waiting, count = [(self.root, 0)], 0
-        while waiting and count < MAX_FOLDERS:
+        waiting = [(self.root, 0)]
+        while waiting:
             path, depth = waiting.pop()
-            count += 1
             try:
                 changed = path.stat().st_mtime_ns
                 with os.scandir(path) as entries:
@@ -173,9 +172,7 @@ def _result(files: RunFiles) -> Row:
     task = task_named(files.summary.get("task") or files.recipe.get("task"))
     metric = task.metric_names[0]
     found: Row = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
-    for split, values in (
-        (split, values) for split in ("test", "valid") for values in (files.summary, *files.metrics[-1:])
-    ):
+    for split, values in product(("test", "valid"), (files.summary, *files.metrics[-1:])):
         if (score := finite(values.get(f"{split}_{metric}"))) is not None:
             found |= {"score": score, "split": split, "loss": finite(values.get(f"{split}_loss"))}
             break
@@ -269,7 +266,7 @@ def read_changes(run: Path, stamps: Mapping[str, str]) -> Row:
         except OSError:
             continue
     if "live" in found:
-        found["live"] = [line for text in found["live"] if (line := _object(text))]
+        found["live"] = [line for text in found["live"] if (line := run_files.json_object(text))]
     return {**run_files.plain(found), "stamps": now}
 
 
@@ -280,14 +277,6 @@ def _last_lines(path: Path) -> list[str]:
         file.seek(start)
         lines = file.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
     return lines[1 if start else 0 : -1]
-
-
-def _object(text: str) -> Row | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

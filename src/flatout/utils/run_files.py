@@ -129,23 +129,18 @@ def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
 
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
     """Return the content of summary.json; if unreadable, empty, and the reason is added to `missing`."""
-    text = _read_text(run / SUMMARY, missing, "the run did not finish")
-    with contextlib.suppress(ValueError):
-        if isinstance(summary := json.loads(text), dict):
-            return summary
-    missing.setdefault(SUMMARY, "summary.json cannot be read: it does not contain a JSON object.")
-    return {}
+    summary = json_object(_read_text(run / SUMMARY, missing, "the run did not finish"))
+    if summary is None:
+        missing.setdefault(SUMMARY, "summary.json cannot be read: it does not contain a JSON object.")
+    return summary or {}
 
 
 def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl; reasons for absent or damaged ones are added to `missing`."""
     metrics = []
     for number, text in enumerate(_read_text(run / METRICS, missing, "no epoch was finished").splitlines(), start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict) and isinstance(line.get("epoch"), int):
+        line = json_object(text) or {}
+        if isinstance(line.get("epoch"), int):
             metrics.append(line)
         else:
             missing[METRICS] = f"Line {number} of metrics.jsonl is damaged and left out."
@@ -188,6 +183,14 @@ def visible(images: np.ndarray) -> np.ndarray:
     if images.dtype == np.uint8:
         return images
     return np.minimum(images * (255 / max(1, images.max(initial=0))), 255).astype(np.uint8)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a JSON text describes; None for other texts."""
+    with contextlib.suppress(ValueError):
+        if isinstance(content := json.loads(text), dict):
+            return content
+    return None
 
 
 def write_json(path: Path, content: object) -> None:
