@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -90,32 +90,21 @@ def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[An
         yield split.feed(epoch_batches(recipe, split.samples, epoch))
 
 
-def training(split: DeviceDataset, engine: Engine, world: World, recipe: Recipe) -> Steps:
-    """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
-    for epoch in endless_epochs(split, recipe):
-        for number, inputs in enumerate(epoch):
-            _step(split, world, inputs, number)
-            yield
-        engine.counts()
-
-
-def _training_on(inputs: Sequence[Any], split: DeviceDataset, world: World) -> Steps:
-    for number, one in enumerate(cycle(inputs)):
-        _step(split, world, one, number)
+def _preparing(epochs: Iterable[Iterable[Any]], world: World) -> Steps:
+    for _ in chain.from_iterable(epochs):
+        world.watch.keep_alive()
         yield
 
 
-def _preparing(split: DeviceDataset, world: World, recipe: Recipe) -> Steps:
-    for epoch in endless_epochs(split, recipe):
-        for _ in epoch:
-            world.watch.keep_alive()
+def _training(epochs: Iterable[Iterable[Any]], split: DeviceDataset, engine: Engine, world: World) -> Steps:
+    """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
+    for epoch in epochs:
+        for number, inputs in enumerate(epoch):
+            split.train_step(inputs, 0.0, number)
+            world.control.received()
+            world.watch.report_step(0, number + 1)
             yield
-
-
-def _step(split: DeviceDataset, world: World, inputs: Any, number: int) -> None:
-    split.train_step(inputs, 0.0, number)
-    world.control.received()
-    world.watch.report_step(0, number + 1)
+        engine.counts()
 
 
 def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
@@ -176,9 +165,9 @@ def _timed_rates(train: DeviceDataset, engine: Engine, world: World, recipe: Rec
     batches = list(islice(epoch_batches(recipe, train.samples, 0), kept))
     inputs, fed = list(train.feed(batches)), sum(batch.count for batch in batches) / len(batches)
     return {
-        "input": Timed(_preparing(train, world, recipe), mean, engine, world),
-        "compute": Timed(_training_on(inputs, train, world), fed, engine, world),
-        "training": Timed(training(train, engine, world, recipe), mean, engine, world),
+        "input": Timed(_preparing(endless_epochs(train, recipe), world), mean, engine, world),
+        "compute": Timed(_training([cycle(inputs)], train, engine, world), fed, engine, world),
+        "training": Timed(_training(endless_epochs(train, recipe), train, engine, world), mean, engine, world),
     }
 
 
