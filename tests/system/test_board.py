@@ -225,15 +225,14 @@ def in_browser(test: Callable[..., None]) -> Any:
     )
 
 
-class Served:
-    """A board in a process of its own, which ends with a block."""
+class Served(subprocess.Popen[str]):
+    """A board in a process of its own."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "flatout", "board", str(folder), *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr
+        super().__init__(command, stderr=subprocess.PIPE, text=True)
         self.said: list[str] = []
-        for line in self.process.stderr:
+        for line in self.stderr or ():
             self.said.append(line.strip())
             if "http://" in line:
                 break
@@ -241,17 +240,14 @@ class Served:
         assert match, self.said
         self.url, self.port = match[0], int(match[1])
 
-    def __enter__(self) -> "Served":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.wait()
+    def __exit__(self, *error: Any) -> None:
+        self.kill()
+        super().__exit__(*error)
 
     def end(self, number: int) -> tuple[int, str]:
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
+        self.send_signal(number)
+        _, errors = self.communicate(timeout=60)
+        return self.returncode, errors
 
 
 @pytest.fixture(scope="module")

@@ -101,18 +101,3 @@ def test_on_several_devices(digits: list[str], tmp_path: Path, capsys: pytest.Ca
     result = find([*words, "--devices", "2xcpu", "--out", str(tmp_path / "out")], capsys)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [(["digits", "--model", "no-such-net"], "no-such-net"), (["digits", "--set", "data.std=0"], "data.std")],
-)
-def test_wrong_input_gets_one_message_and_leaves_nothing(
-    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["lr", *words, "--out", str(out)]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("flatout: ")
-    assert named in message
-    assert not out.exists()

@@ -81,17 +81,13 @@ class FirstOfTwo(World):
         return [value, ""]
 
 
-def test_a_connection_that_stays_silent_does_not_hang_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "CONNECT_SECONDS", 0.2)
-    with pytest.raises(RankLost, match="did not connect: timed out"):
-        shared_memory.SharedMemory(FirstOfTwo(lambda address: None))
-    with socket.socket(socket.AF_UNIX) as silent, pytest.raises(RankLost, match="did not connect: timed out"):
-        shared_memory.SharedMemory(FirstOfTwo(silent.connect))
-
-
-def test_other_users_cannot_enter_the_folder_of_the_socket_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_of_the_sums_is_closed_to_others_and_waits_for_no_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shared_memory, "CONNECT_SECONDS", 0.2)
     modes: list[int] = []
-    with pytest.raises(RankLost):
-        shared_memory.SharedMemory(FirstOfTwo(lambda address: modes.append(Path(address).parent.stat().st_mode)))
+    with socket.socket(socket.AF_UNIX) as silent:
+        for act in (lambda address: modes.append(Path(address).parent.stat().st_mode), silent.connect):
+            with pytest.raises(RankLost, match="did not connect: timed out"):
+                shared_memory.SharedMemory(FirstOfTwo(act))
     assert [stat.S_IMODE(mode) for mode in modes] == [0o700]

@@ -119,38 +119,6 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
     assert found(str(tmp_path / "photos"))[:2] == (32, 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "--topology v5e:2x4"),
-        (["--topology", "v5e:2x4", "--gpu", "h100"], "either --gpu or --topology"),
-        (["--topology", "v5e:2x4"], "--images N and --classes K"),
-        (["--topology", "v5e:2x4", "--inference"], "--inference: requires --gpu"),
-        (["--topology", "v9:2x4"], "v2, v3"),
-        (["--topology", "v5e:3x3"], "2x2, 2x4, 4x4"),
-        (["--topology", "v5e:2x4,v5e:2x4"], "a topology is named twice"),
-        (["--topology", "v5e:2x4", "--price", "nan"], "--price nan"),
-        (["--topology", "v5e:2x4", "--images", "0"], "--images 0"),
-    ],
-)
-def test_wrong_input_is_one_message(arguments: list[str], named: str, tmp_path: Path, capsys) -> None:
-    out = tmp_path / "out"
-    assert main(["plan", "caltech101", *arguments, "--out", str(out)]) == 2
-    assert named in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("command", ["look", "lr", "scale", "plan"])
-def test_a_folder_in_use_is_left_alone(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By every command that writes a folder."""
-    (tmp_path / "mine.txt").write_text("mine")
-    words = [command, "sklearn:digits" if command == "look" else "digits"]
-    words += {"scale": ["--devices", "cpu"], "plan": ["--gpu", "h100"]}.get(command, [])
-    assert main([*words, "--out", str(tmp_path)]) == 2
-    assert "not an empty folder; choose another --out" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 def test_without_the_compiler_the_command_that_installs_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

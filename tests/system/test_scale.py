@@ -99,23 +99,6 @@ def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--devices", "cpu,gpu"], "--devices gpu"),
-        (["--devices", "cpu,,2xcpu"], "is empty or named twice"),
-        (["--devices", "cpu,2xcpu,cpu"], "is empty or named twice"),
-        (["--devices", "cpu,99xcuda"], "99xcuda"),
-        (["--devices", "cpu", "--data", "nowhere"], "nowhere"),
-    ],
-)
-def test_wrong_input_is_found_before_the_first_run(arguments: list[str], named: str, tmp_path: Path, capsys) -> None:
-    out = tmp_path / "out"
-    assert main(["scale", "digits", *arguments, "--out", str(out)]) == 2
-    assert named in capsys.readouterr().err
-    assert not out.exists()
-
-
 @pytest.mark.slow
 def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"

@@ -55,6 +55,59 @@ def test_wrong_words_get_one_line_and_2(words: str, message: str, capsys: pytest
     assert said.count("\n") == 1
 
 
+SMALL = "plan --model timm:resnet18 --images 1000 --classes 10 --image-size 64"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check photos --epochs 0", "--epochs requires --labels"),
+        ("check photos --labels --minutes 1 --job digits", "needs a generated recipe: remove --job"),
+        ("lr digits --model no-such-net", "no-such-net"),
+        ("lr digits --set data.std=0", "data.std"),
+        ("scale digits --devices cpu,gpu", "--devices gpu"),
+        ("scale digits --devices cpu,,2xcpu", "is empty or named twice"),
+        ("scale digits --devices cpu,2xcpu,cpu", "is empty or named twice"),
+        ("scale digits --devices cpu,99xcuda", "99xcuda"),
+        ("scale digits --devices cpu --data nowhere", "nowhere"),
+        ("plan caltech101", "--topology v5e:2x4"),
+        ("plan caltech101 --topology v5e:2x4 --gpu h100", "either --gpu or --topology"),
+        ("plan caltech101 --topology v5e:2x4", "--images N and --classes K"),
+        ("plan caltech101 --topology v5e:2x4 --inference", "--inference: requires --gpu"),
+        ("plan caltech101 --topology v9:2x4", "v2, v3"),
+        ("plan caltech101 --topology v5e:3x3", "2x2, 2x4, 4x4"),
+        ("plan caltech101 --topology v5e:2x4,v5e:2x4", "a topology is named twice"),
+        ("plan caltech101 --topology v5e:2x4 --price nan", "--price nan"),
+        ("plan caltech101 --topology v5e:2x4 --images 0", "--images 0"),
+        ("plan --gpu l4", "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
+        (f"{SMALL} --topology v5e:2x2", "plan needs a JOB"),
+        (f"{SMALL} --gpu l4,rtx4091", "did you mean 'rtx4090'"),
+        (f"{SMALL} --gpu t4 --set precision=bf16", "--gpu t4: does not compute in bf16"),
+        (f"{SMALL} --gpu l4 --set linear_probe=true --epochs 0", "epochs = 0: the job fits the head"),
+    ],
+)
+def test_wrong_input_gets_one_message_and_leaves_nothing(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("flatout: ")
+    assert message in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", ["look sklearn:digits", "lr digits", "scale digits --devices cpu", "plan digits --gpu h100"]
+)
+def test_a_folder_in_use_is_left_alone(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command that writes a folder."""
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main([*words.split(), "--out", str(tmp_path)]) == 2
+    assert "not an empty folder; choose another --out" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])

@@ -153,23 +153,6 @@ def test_names() -> None:
     assert list(chips_named("H100, RTX 4090,a100,rtx6000ada")) == ["h100", "rtx4090", "a100-80", "rtx-6000-ada"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*SMALL, "--gpu", "l4,rtx4091"], "did you mean 'rtx4090'"),
-        (["--gpu", "l4"], "plan needs a JOB, or --gpu with --model NAME, --images N and --classes K"),
-        ([*SMALL, "--topology", "v5e:2x2"], "plan needs a JOB"),
-        ([*SMALL, "--gpu", "t4", "--set", "precision=bf16"], "--gpu t4: does not compute in bf16"),
-        ([*SMALL, "--gpu", "l4", "--set", "linear_probe=true", "--epochs", "0"], "epochs = 0: the job fits the head"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, tmp_path: Path) -> None:
-    code, _, errors = run(*arguments, out=tmp_path / "plan")
-    assert code == 2
-    assert message in errors
-    assert errors.count("\n") == 1
-
-
 def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:
     model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)) * x.mean().item())")
     arguments = ["--model", model, "--images", "100", "--classes", "10", "--image-size", "32", "--gpu", "l4"]

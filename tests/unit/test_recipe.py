@@ -143,14 +143,11 @@ def test_missing_keys_and_files(tmp_path) -> None:
         load_job("digts")
 
 
-def test_another_optimizer_puts_its_section_back() -> None:
+def test_another_optimizer_resets_its_section_but_for_the_rate() -> None:
     recipe = load_job("fashion-mnist").override({"optimizer.name": "adam", "optimizer.lr": 0.001})
     assert recipe.optimizer == flatout.Adam(lr=0.001)
     assert load_job("mnist-parallel").override({"optimizer.name": "momentum"}).optimizer.momentum == 0.9
     assert load_job("caltech101").override({"optimizer.lr": 0.01}).optimizer.dampening == 0.1
-
-
-def test_the_base_batch_belongs_to_the_rate_and_the_scaling_to_the_optimizer() -> None:
     recipe = BASE.override({"optimizer.lr_base_batch": 256, "optimizer.lr_scaling": "sqrt"})
     assert recipe.override({"optimizer.lr": 0.1}).optimizer.lr_scaling == "sqrt"
     other = recipe.override({"optimizer.name": "momentum"}).optimizer
