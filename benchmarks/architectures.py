@@ -18,7 +18,6 @@ lines; architectures in it are not tried again, unless `--again` is given and th
 image size, parameters, result.
 """
 
-import argparse
 import fnmatch
 import json
 import math
@@ -40,7 +39,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from about import about
+from common import about, make_parser
 from flatout.config import Recipe, from_dict
 from flatout.data.batches import Split
 from flatout.distributed.world import World
@@ -54,7 +53,6 @@ from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from flatout.utils.console import duration
 
-RESULTS = Path(__file__).parent / "results" / "architectures.json"
 IMAGES, CLASSES, BATCH = 20, 5, 4
 # Copies of the weights that a trial has at once: two networks, a gradient, a momentum, a file in memory.
 COPIES, BASE_BYTES = 6, 1_500_000_000
@@ -248,7 +246,7 @@ def smallest_of_each_family(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "architectures")
     parser.add_argument("names", nargs="*", help="architectures; by default all of timm's")
     parser.add_argument("--match", default="*", help="a shell pattern of names")
     parser.add_argument("--smallest", action="store_true", help="only the smallest architecture of each family")
@@ -258,7 +256,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="limit for an architecture")
     parser.add_argument("--memory", type=float, default=12.0, help="limit for an architecture, in GB")
     parser.add_argument("--log", type=Path, default=Path("architectures.jsonl"), help="results, one to a line")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
 
     names = [name for name in args.names or timm.list_models() if fnmatch.fnmatch(name, args.match)]

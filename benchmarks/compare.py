@@ -5,24 +5,18 @@
 FOLDER holds the data sets: fashion-mnist/, caltech101/, mnist.json.gz. See README.md beside this file.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flatout.engine.devices import cpu_threads, machine
+from common import HERE, RESULTS, about, make_parser, run_process, train, write
+from flatout.engine.devices import cpu_threads
+from flatout.utils.console import aligned
 
-HERE = Path(__file__).resolve().parent
 PACKAGES = ("flatout", "torch", "torchvision", "numpy", "pillow", "simplejpeg")
 
 
@@ -139,16 +133,6 @@ COMPARISONS = {
 }
 
 
-def run_process(command: list[str], **environment: str) -> tuple[float, str]:
-    """Run a command to its end; return the seconds it took and what it printed."""
-    began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return seconds, done.stdout
-
-
 def full_job(process_seconds: float, later_epoch_seconds: float, epochs: int, full_epochs: int) -> float:
     return process_seconds + max(0, full_epochs - epochs) * later_epoch_seconds
 
@@ -170,19 +154,11 @@ def run_plain(comparison: Comparison, variant: str, data: Path, epochs: int, thr
     )
 
 
-def flatout_command(job: str | None, data: Path, epochs: int, out: Path) -> list[str]:
-    what = [job, "--data", str(data)] if job else [str(data)]
-    flags = ["--devices", "cpu", "--epochs", str(epochs), "--out", str(out), "--no-cache"]
-    return [sys.executable, "-m", "flatout", "train", *what, *flags]
-
-
 def run_flatout(comparison: Comparison, data: Path, epochs: int) -> Figures:
     """Run the job without a cache, so that every run decodes the images itself, and read its run folder."""
-    with tempfile.TemporaryDirectory(prefix="flatout-compare-") as folder:
-        out = Path(folder) / "run"
-        seconds, _ = run_process([*flatout_command(comparison.job, data, epochs, out), *comparison.flags])
-        summary = json.loads((out / "summary.json").read_text())
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    what = [comparison.job, "--data", data] if comparison.job else [data]
+    run = train(*what, "--devices", "cpu", "--epochs", epochs, "--no-cache", *comparison.flags)
+    seconds, summary, records = run.seconds, run.summary, run.epochs
     first, *rest = records
     trained_for, times = sum(r["seconds"] for r in rest), summary["time_seconds"]
     # One evaluation more than there are epochs, as the end of the run has its own. The rest of the run's time, beside
@@ -238,8 +214,7 @@ def table(summary: dict[str, Any], sides: list[str]) -> str:
         ratio = entry.get("times_better")
         words = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
         rows.append([name, *(cell(entry, side) for side in sides), words])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def read_once(data: Path) -> None:
@@ -265,7 +240,7 @@ def run_rounds(comparison: Comparison, data: Path, epochs: int, repeats: int, th
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("name", choices=list(COMPARISONS))
     parser.add_argument("--data-root", type=Path, required=True, help="the folder that holds the data sets")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of every run, at least 2")
@@ -278,17 +253,15 @@ def main() -> None:
     if not data.exists():
         parser.error(f"--data-root {args.data_root}: has no {comparison.data}")
 
-    threads, began = cpu_threads(), datetime.now(UTC)
+    threads = cpu_threads()
     read_once(data)
     rounds = run_rounds(comparison, data, args.epochs, args.repeats, threads)
     summary = summarise(rounds)
     is_extrapolated = args.epochs < comparison.epochs
     result = {
         "comparison": args.name,
-        "date": began.isoformat(timespec="seconds"),
-        "machine": machine(),
+        **about(*PACKAGES),
         "threads": threads,
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
         "epochs": args.epochs,
         "epochs_of_full_job": comparison.epochs,
         "full_job_is_extrapolated": is_extrapolated,
@@ -296,9 +269,8 @@ def main() -> None:
         "summary": summary,
         "rounds": [{side: asdict(figures) for side, figures in one.items()} for one in rounds],
     }
-    out = args.out or HERE / "results" / f"{args.name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    out = args.out or RESULTS / f"{args.name}.json"
+    write(result, out)
     print(table(summary, [*comparison.variants, "flatout"]))
     print("* the yardstick: the best of the loops in that figure")
     print(f"full job: {comparison.epochs} epochs" + f", extrapolated from {args.epochs}" * is_extrapolated)

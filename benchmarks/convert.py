@@ -6,7 +6,6 @@
 The result has, for each file, the largest difference of logits, absolute and over the largest logit.
 """
 
-import argparse
 import fnmatch
 import json
 import re
@@ -14,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from about import about
+from common import about, make_parser, write
 from flatout.models.convert.convert import Shape, convert
 from flatout.utils.errors import InputError
 
@@ -65,9 +64,8 @@ def measure(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "convert")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "convert.json")
     parser.add_argument(
         "--only", default="*", metavar="PATTERN", help="measure these files, and keep the other results"
     )
@@ -82,7 +80,7 @@ def main() -> None:
                 rows.append(measure(file, Path(folder)))
                 print(rows[-1], flush=True)
     result = {**about("flatout", "torch", "timm", "numpy", "h5py"), "files": rows}
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, args.out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Rates are medians over the repeats; ratios are medians of the ratios within a repeat. Reading the files is included.
 """
 
-import argparse
+import functools
 import json
 import statistics
 import time
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from about import about
+from common import about, image_files, in_turn, make_parser, median_ratio
 from flatout.data.decode import decode_image
 from flatout.utils.host import usable_cores
 
@@ -38,13 +38,13 @@ def rate(decode: Callable[[Path], np.ndarray], files: list[Path], threads: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--images", type=int, default=600, help="how many files at most")
     arguments = parser.parse_args()
-    files = sorted(p for p in arguments.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))[: arguments.images]
+    files = image_files(arguments.folder)[: arguments.images]
     size = arguments.size
     torch.set_num_threads(1)
     cores = usable_cores()
@@ -64,13 +64,11 @@ def main() -> None:
     }
     for decode, _ in ways.values():  # the files into the page cache, the code into memory
         rate(decode, files, 1)
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(arguments.repeats):
-        for name, (decode, threads) in ways.items():
-            rates[name].append(rate(decode, files, threads))
+    timed = {name: functools.partial(rate, decode, files, threads) for name, (decode, threads) in ways.items()}
+    rates = in_turn(timed, arguments.repeats)
 
     def ratio(name: str, against: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates[name], rates[against], strict=True)), 3)
+        return round(median_ratio(rates[name], rates[against]), 3)
 
     pixels = []
     for file in files:

@@ -11,6 +11,7 @@ torchvision.
 """
 
 import argparse
+import functools
 import io
 import json
 import statistics
@@ -31,7 +32,7 @@ from PIL import Image
 from torch import nn
 from torchvision import transforms
 
-from about import about
+from common import RESULTS, about, image_files, in_turn, make_parser, median_ratio, write
 from flatout.models.features import frozen_network
 
 MODELS = ("tf_efficientnet_lite0", "resnet18", "mobilenetv4_conv_small", "hgnetv2_b2", "convnext_nano")
@@ -99,16 +100,11 @@ def rate(compute: Compute, images: torch.Tensor, seconds: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def flatout_rate(name: str, batch: int = 32, threads: int = 2, seconds: float = 2.0) -> float:
-    """Return the images per second of flatout's frozen features of a network of timm."""
-    return rate(flatout_features(name, threads), torch.rand(batch, 3, SIZE, SIZE), seconds)
-
-
 def medians(rates: dict[str, list[float]]) -> dict[str, Any]:
     """Return median rates, and flatout's over each of the others."""
 
     def ratio(other: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates["flatout"], rates[other], strict=True)), 3)
+        return round(median_ratio(rates["flatout"], rates[other]), 3)
 
     return {
         "images_per_second": {way: round(statistics.median(values), 1) for way, values in rates.items()},
@@ -122,10 +118,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for batch in args.batches:
         images = torch.rand(batch, 3, SIZE, SIZE)
-        rates: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(args.repeats):
-            for way, compute in computes.items():
-                rates[way].append(rate(compute, images, args.seconds))
+        timed = {way: functools.partial(rate, compute, images, args.seconds) for way, compute in computes.items()}
+        rates = in_turn(timed, args.repeats)
         expected = computes["torch"](images)
         differences = {
             way: float((computes[way](images) - expected).abs().max() / expected.abs().max())
@@ -168,25 +162,23 @@ def decoded_by_flatout(folder: Path, compute: Compute) -> float:
 
 def measure_decoding(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a network with decoding, on the same files for all ways."""
-    found = sorted(path for path in args.decode.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    found = image_files(args.decode)
     files = found[:: max(1, len(found) // args.images)]
     computes = {way: create(name, args.threads) for way, create in WAYS.items()}
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as scratch:
         for number, file in enumerate(files):
             target = Path(scratch) / file.parent.name / f"{number}{file.suffix}"
             target.parent.mkdir(exist_ok=True)
             target.write_bytes(file.read_bytes())
         copies = sorted(Path(scratch).glob("*/*"))
-        for _ in range(args.repeats):
-            rates["flatout"].append(decoded_by_flatout(Path(scratch), computes["flatout"]))
-            for way in ("onnxruntime", "torch"):
-                rates[way].append(decoded_by_pillow(copies, computes[way]))
+        timed = {way: functools.partial(decoded_by_pillow, copies, compute) for way, compute in computes.items()}
+        timed["flatout"] = functools.partial(decoded_by_flatout, Path(scratch), computes["flatout"])
+        rates = in_turn(timed, args.repeats)
     return {"model": name, "decoded": args.decode.name, "images": len(files), **medians(rates)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help=f"networks of timm; default: {' '.join(MODELS)}")
     parser.add_argument("--batches", default="16,32")
     parser.add_argument("--threads", type=int, default=2)
@@ -196,7 +188,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=400, help="about how many files --decode reads")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.out = args.out or Path(__file__).parent / "results" / f"features{'-decoded' if args.decode else ''}.json"
+    args.out = args.out or RESULTS / f"features{'-decoded' if args.decode else ''}.json"
     args.batches = [int(text) for text in args.batches.split(",")]
     torch.set_num_threads(args.threads)
     rows = []
@@ -205,7 +197,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     versions = about("flatout", "torch", "timm", "onnxruntime", "torchvision", "pillow")
     result = {**versions, "threads": args.threads, "image_size": SIZE, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, args.out)
     print(json.dumps(result, indent=2))
 
 

@@ -7,7 +7,7 @@ to the finished pack. Rates are medians over the repeats; ratios are medians of 
 time (a folder's over a container's) hold on a busy machine too, but do not show what runs on one core only.
 """
 
-import argparse
+import functools
 import io
 import json
 import shutil
@@ -24,20 +24,13 @@ import google_crc32c
 import pyarrow
 import pyarrow.parquet
 
-from about import about
+from common import about, image_files, in_turn, make_parser, median_ratio, write
 from flatout.data.build import build_pack
 from flatout.data.detect import recognise
 from flatout.data.pack import PackSettings
+from flatout.utils.console import Console
 
 Images = list[tuple[str, Path]]
-
-
-class Silent:
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
 
 def write_folder(images: Images, out: Path) -> Path:
@@ -117,39 +110,36 @@ WRITERS: dict[str, Callable[[Images, Path], Path]] = {
 def pack(data: Path, settings: PackSettings, out: Path) -> tuple[float, float, str]:
     """Return images per second, images per second of CPU time, and the pack's fingerprint."""
     start, start_cpu = time.perf_counter(), time.process_time()
-    made = build_pack(recognise(data), settings, out, Silent())
+    made = build_pack(recognise(data), settings, out, Console())
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     shutil.rmtree(out)
     return len(made.labels) / seconds, len(made.labels) / cpu_seconds, made.fingerprint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "formats")
     parser.add_argument("folder", type=Path, help="a folder of class folders")
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--images", type=int, default=2000, help="how many files at most")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "formats.json")
     arguments = parser.parse_args()
-    found = sorted(p for p in arguments.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    found = image_files(arguments.folder, ".jpg", ".jpeg", ".png")
     found = found[:: -(-len(found) // arguments.images)]
     images = [(file.parent.name, file) for file in sorted(found, key=lambda file: (file.parent.name, file))]
     settings = PackSettings(size=arguments.size, channels=3, resize="squash", on_bad_image="stop", max_bad_share=0.0)
     with tempfile.TemporaryDirectory(prefix="flatout-formats-") as folder:
         data = {}
-        for i, (name, write) in enumerate(WRITERS.items()):
+        for i, (name, write_data) in enumerate(WRITERS.items()):
             (Path(folder) / str(i)).mkdir()
-            data[name] = write(images, Path(folder) / str(i))
-        fingerprints = {name: pack(path, settings, Path(folder) / "pack")[2] for name, path in data.items()}
+            data[name] = write_data(images, Path(folder) / str(i))
+        made = {name: functools.partial(pack, path, settings, Path(folder) / "pack") for name, path in data.items()}
+        fingerprints = {name: one()[2] for name, one in made.items()}
         assert len(set(fingerprints.values())) == 1, fingerprints
-        rates: dict[str, list[tuple[float, float]]] = {name: [] for name in data}
-        for _ in range(arguments.repeats):
-            for name, path in data.items():
-                rates[name].append(pack(path, settings, Path(folder) / "pack")[:2])
+        rates = in_turn(made, arguments.repeats)
 
     def over_folder(of: int) -> dict[str, float]:
-        pairs = {name: zip(values, rates["folder"], strict=True) for name, values in rates.items()}
-        return {name: round(statistics.median(a[of] / b[of] for a, b in some), 3) for name, some in pairs.items()}
+        values = {name: [one[:2][of] for one in packs] for name, packs in rates.items()}
+        return {name: round(median_ratio(own, values["folder"]), 3) for name, own in values.items()}
 
     result = {
         **about("flatout", "torch", "numpy", "pillow", "simplejpeg", "pyarrow"),
@@ -157,11 +147,11 @@ def main() -> None:
         "mean_kilobytes": round(statistics.mean(file.stat().st_size for _, file in images) / 1000, 1),
         "size": arguments.size,
         "repeats": arguments.repeats,
-        "images_per_second": {name: round(statistics.median(a for a, _ in some)) for name, some in rates.items()},
+        "images_per_second": {name: round(statistics.median(one[0] for one in some)) for name, some in rates.items()},
         "over_folder": over_folder(0),
         "over_folder_in_cpu_time": over_folder(1),
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, arguments.out)
     print(json.dumps(result, indent=2))
 
 

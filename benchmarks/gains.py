@@ -6,51 +6,38 @@ Each row is a run of `flatout train` in a process of its own, with the weights t
 when its run has ended, and rows in the file are not run again.
 """
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from about import about
+from common import about, make_parser, settings, train, write
 from flatout.train.photo_plan import averaging, fine_tuning_of
 
-HERE = Path(__file__).resolve().parent
 BATCH = 32
 
 
 def run(data: str, network: str, size: int, mirrored: bool, epochs: int, decay: float) -> dict[str, Any]:
     """Train once; return accuracies and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
-        settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs}
-        settings |= {"precision": "fp32", "pretrained": "true", "batch_size": BATCH}
-        if epochs:
-            settings["ema"] = decay
-            settings["freeze"], settings["norm"], settings["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        summary = json.loads((out / "summary.json").read_text())
+    changes = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs}
+    changes |= {"precision": "fp32", "pretrained": "true", "batch_size": BATCH}
+    if epochs:
+        changes["ema"] = decay
+        changes["freeze"], changes["norm"], changes["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
+    summary = train(data, "--model", f"timm:{network}", *settings(changes)).summary
     keys = ("train_images", "valid_accuracy", "test_accuracy", "test_count", "wall_seconds", "kept_epoch")
     return {key: summary[key] for key in keys}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "gains")
     parser.add_argument("--data", nargs="+", required=True, metavar="NAME=PATH")
     parser.add_argument("--networks", default="tf_efficientnet_lite0", help="comma-separated names of timm's")
     parser.add_argument("--sizes", default="128,160,192,224", help="comma-separated pixels; the last one is published")
     parser.add_argument("--epochs", default="0,2,4,8", help="comma-separated; other than 0 at the published size alone")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "gains.json")
     args = parser.parse_args()
     sizes, lengths = ([int(part) for part in text.split(",")] for text in (args.sizes, args.epochs))
-    found = (
-        json.loads(args.out.read_text()) if args.out.is_file() else {**about("flatout", "torch", "timm"), "rows": []}
-    )
+    found = {**about("flatout", "torch", "timm"), "rows": []}
+    if args.out.is_file():
+        found = json.loads(args.out.read_text())
     for pair in args.data:
         name, _, path = pair.partition("=")
         for network in args.networks.split(","):
@@ -64,7 +51,7 @@ def main() -> None:
                 if any(row.items() <= other.items() for other in found["rows"]):
                     continue
                 found["rows"].append({**row, **run(path, network, size, mirrored, epochs, decay)})
-                args.out.write_text(json.dumps(found, indent=2) + "\n")
+                write(found, args.out)
     print(json.dumps(found, indent=2))
 
 

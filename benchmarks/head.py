@@ -8,38 +8,26 @@ forward pass runs over images that are decoded already, in fp32 or under autocas
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
-import tomllib
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 
-from flatout.engine.devices import machine
+from common import about, make_parser, settings, train, write
 from plain_resnet18 import decode, normalise
 
-NO_AUGMENTATION = ("augment.flip=false", "augment.shift=0", "augment.zoom=0")
+NO_AUGMENTATION = {"augment.flip": "false", "augment.shift": 0, "augment.zoom": 0}
 
 
 def train_head(args: argparse.Namespace) -> dict[str, Any]:
     """Train the head alone with flatout, and return figures of its run."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "flatout", "train", str(args.data), "--model", f"timm:{args.model}"]
-        command += ["--no-pretrained", "--epochs", str(args.epochs), "--out", str(out)]
-        for setting in (f"image_size={args.size}", "freeze=all-but-last-0", *NO_AUGMENTATION):
-            command += ["--set", setting]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        summary = json.loads((out / "summary.json").read_text())
-        precision = tomllib.loads((out / "recipe.toml").read_text())["precision"]
+    changes = {"image_size": args.size, "freeze": "all-but-last-0", **NO_AUGMENTATION}
+    words = (args.data, "--model", f"timm:{args.model}", "--no-pretrained", "--epochs", args.epochs)
+    run = train(*words, *settings(changes))
     keys = ("train_seconds", "world_size", "train_images", "epochs")
-    return {"precision": precision, **{key: summary[key] for key in keys}}
+    return {"precision": run.recipe["precision"], **{key: run.summary[key] for key in keys}}
 
 
 def forward_seconds(args: argparse.Namespace, images: torch.Tensor, precision: str) -> float:
@@ -53,13 +41,12 @@ def forward_seconds(args: argparse.Namespace, images: torch.Tensor, precision: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "head")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="resnet18", help="a model of timm")
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "head.json")
     args = parser.parse_args()
     images, _ = decode(args.data / "training_set", args.size)
     rounds = []
@@ -67,13 +54,8 @@ def main() -> None:
         one = train_head(args)
         one["forward_seconds"] = forward_seconds(args, images, one["precision"])
         rounds.append(one | {"train_over_forward": one["train_seconds"] / one["forward_seconds"]})
-    result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("flatout", "torch", "timm")},
-        "rounds": rounds,
-    }
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    result = {**about("flatout", "torch", "timm"), "rounds": rounds}
+    write(result, args.out)
     print(json.dumps(result, indent=2))
 
 

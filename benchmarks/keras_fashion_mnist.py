@@ -5,34 +5,22 @@
 The net of the eight-core TPU tutorial and its global batch of 1024, on one CPU. The last line printed is JSON.
 """
 
-import argparse
-import gzip
-import json
 import os
 import time
 from pathlib import Path
 
 import numpy as np
 
+from common import loop_parser, print_figures, read_idx
+
 # Keras reads its backend when it is imported.
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", type=Path, required=True)
-parser.add_argument("--epochs", type=int, default=50)
-parser.add_argument("--batch-size", type=int, default=1024)
-parser.add_argument("--lr", type=float, default=0.08)
+parser = loop_parser(__doc__, epochs=50, batch_size=1024, lr=0.08)
 parser.add_argument("--backend", choices=("jax", "torch"), default="jax")
 args = parser.parse_args()
 os.environ["KERAS_BACKEND"] = args.backend
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras  # noqa: E402
-
-
-def read_idx(path: Path) -> np.ndarray:
-    content = gzip.decompress(path.read_bytes())
-    dimensions = content[3]
-    shape = np.frombuffer(content, ">i4", dimensions, offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
 def load(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -91,19 +79,9 @@ def main() -> None:
         accuracy = net.evaluate(*test, batch_size=args.batch_size, verbose=0)[1]  # pyright: ignore
         evaluations.append(time.perf_counter() - start)
         print(f"epoch {len(evaluations)}: test accuracy {accuracy:.4f}, {len(x) / times.epochs[-1]:,.0f} per second")
-    later = sum(times.epochs[1:])
-    result = {
-        "images_per_second": len(x) * (args.epochs - 1) / later if later else None,
-        "images_per_second_all_epochs": len(x) * args.epochs / sum(times.epochs),
-        "first_epoch_seconds": times.epochs[0],
-        "epoch_train_seconds": times.epochs,
-        "epoch_evaluate_seconds": evaluations,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": accuracy,
-        # XLA takes all cores of the process; torch does, too, unless OMP_NUM_THREADS says otherwise.
-        "threads": len(os.sched_getaffinity(0)),
-    }
-    print(json.dumps(result))
+    # XLA takes all cores of the process; torch does, too, unless OMP_NUM_THREADS says otherwise.
+    threads = len(os.sched_getaffinity(0))
+    print_figures(began, [len(x)] * args.epochs, times.epochs, evaluations, accuracy=accuracy, threads=threads)
 
 
 if __name__ == "__main__":

@@ -6,23 +6,20 @@ The recipe is the one that `flatout train` makes, without weights that are not o
 are CPU seconds of this process. With --with-training, a whole training by the same recipe is measured too.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common import about, make_parser, write
 from flatout.analysis.label_errors import find_label_errors
 from flatout.config.settings import parse_setting
 from flatout.data.source import DataSource, ImageDataset
-from flatout.engine.devices import machine
 from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import train
@@ -50,7 +47,7 @@ def some(source: ImageDataset, count: int) -> ImageDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--job")
@@ -86,27 +83,20 @@ def main() -> None:
             k: v for k, v in result.recipe.flat().items() if k in ("model", "image_size", "epochs", "data.folds")
         },
         "settings": args.set,
-        "machine": machine(),
-        "versions": {"flatout": version("flatout"), "torch": version("torch")},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **about("flatout", "torch"),
     }
     if args.keep:
         np.savez(args.keep, probabilities=result.probabilities, labels=labels, is_wrong=is_wrong)
     if args.with_training:
         with tempfile.TemporaryDirectory() as folder:
             began = time.process_time()
-            train(
-                TrainRequest(
-                    recipe=recipe, data=source, options=dataclasses.replace(options, out=Path(folder) / "run")
-                ),
-                console,
-            )
+            options = dataclasses.replace(options, out=Path(folder) / "run")
+            train(TrainRequest(recipe=recipe, data=source, options=options), console)
         figures["training_cpu_seconds"] = time.process_time() - began
         figures["cost_in_trainings"] = seconds / figures["training_cpu_seconds"]
-    text = json.dumps(figures, indent=2)
-    print(text)
+    print(json.dumps(figures, indent=2))
     if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        write(figures, args.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ times show what an order costs, not what it gains on a cold disk. Images that do
 not trained from there.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from about import about
+from common import about, make_parser
 from flatout.utils.host import available_memory
 from memory import peak_rss_of, write_images
 
@@ -77,7 +76,7 @@ def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", default="10000,100000", help="numbers of images, separated by commas")
     parser.add_argument("--size", type=int, default=64, help="height and width of the images in pixels")
     parser.add_argument("--folder", type=Path, help="where temporary files go: the images twice over")

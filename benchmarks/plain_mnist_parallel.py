@@ -6,7 +6,6 @@ The single-device part of the PaddlePaddle tutorial, in PyTorch. The reader turn
 tutorial converts every image each time it comes by. The last line printed is JSON.
 """
 
-import argparse
 import gzip
 import json
 import math
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+
+from common import loop_parser, print_figures
 
 Part = tuple[np.ndarray, np.ndarray]
 
@@ -110,12 +111,8 @@ def evaluate(net: nn.Module, part: Part, batch_size: int, limit: int | None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=100)
+    parser = loop_parser(__doc__, epochs=2, batch_size=100, lr=0.01)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd")
-    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--limit-steps", type=int, help="steps of an epoch and of the evaluation, for a trial")
     args = parser.parse_args()
 
@@ -133,18 +130,8 @@ def main() -> None:
         print(f"epoch {epoch}: {images[-1] / train_seconds[-1]:,.0f} images per second")
     accuracy = evaluate(net, evaluation_part, args.batch_size, args.limit_steps)
     print(f"evaluation accuracy {accuracy:.4f}")
-    later = sum(train_seconds[1:])
-    result = {
-        "images_per_second": sum(images[1:]) / later if later else None,
-        "images_per_second_all_epochs": sum(images) / sum(train_seconds),
-        "first_epoch_seconds": train_seconds[0],
-        "epoch_train_seconds": train_seconds,
-        "epoch_evaluate_seconds": [0.0] * args.epochs,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": accuracy,
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(result))
+    none = [0.0] * args.epochs
+    print_figures(began, images, train_seconds, none, accuracy=accuracy, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ FOLDER has class folders in training_set/ and test_set/. The images are decoded 
 memory as bytes, which favours the loop; its one augmentation is a flip of the batch. The last line printed is JSON.
 """
 
-import argparse
 import contextlib
-import json
 import time
 from pathlib import Path
 
@@ -16,6 +14,8 @@ import timm
 import torch
 from torch import nn
 from torchvision import datasets, transforms
+
+from common import loop_parser, print_figures
 
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406]]), torch.tensor([[0.229, 0.224, 0.225]])
 
@@ -33,19 +33,16 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser = loop_parser(__doc__, epochs=2, batch_size=64, lr=0.05)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--size", type=int, default=160)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
     args = parser.parse_args()
 
     began = time.perf_counter()
     torch.manual_seed(1)
     (x, y), test = decode(args.data / "training_set", args.size), decode(args.data / "test_set", args.size)
     net = timm.create_model("resnet18", num_classes=2).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     loss_function = nn.CrossEntropyLoss()
 
     def context() -> contextlib.AbstractContextManager[object]:
@@ -74,18 +71,8 @@ def main() -> None:
         train_seconds.append(trained - start)
         evaluate_seconds.append(time.perf_counter() - trained)
         print(f"epoch {epoch}: test accuracy {accuracy:.4f}, {len(x) / train_seconds[-1]:,.1f} images per second")
-    later = sum(train_seconds[1:])
-    result = {
-        "images_per_second": len(x) * (args.epochs - 1) / later if later else None,
-        "images_per_second_all_epochs": len(x) * args.epochs / sum(train_seconds),
-        "first_epoch_seconds": train_seconds[0],
-        "epoch_train_seconds": train_seconds,
-        "epoch_evaluate_seconds": evaluate_seconds,
-        "total_seconds": time.perf_counter() - began,
-        "accuracy": accuracy,
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(result))
+    images, threads = [len(x)] * args.epochs, torch.get_num_threads()
+    print_figures(began, images, train_seconds, evaluate_seconds, accuracy=accuracy, threads=threads)
 
 
 if __name__ == "__main__":

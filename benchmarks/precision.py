@@ -5,15 +5,10 @@
 It says nothing about speed: a device without bfloat16 units gives the same accuracies, slowly.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from about import about
+from common import about, make_parser, settings, train, write
 
 # Job -> its data below the root, and flags: fewer epochs where all of them take long on two cores. At its published
 # rate caltech101 learns nothing in any format.
@@ -30,24 +25,18 @@ JOBS = {
 def accuracy(job: str, root: Path, precision: str, seed: int, devices: str) -> float:
     """Train in a fresh process and return the test accuracy, or that of validation where there is no test split."""
     data, flags = JOBS[job]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "flatout", "train", job, "--seed", str(seed), "--devices", devices]
-        command += ["--set", f"precision={precision}", "--out", str(out)]
-        command += ["--data", str(root / data)] if data else []
-        command += flags.split()
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        summary = json.loads((out / "summary.json").read_text())
+    words = [job, "--seed", seed, "--devices", devices, *settings({"precision": precision}), *flags.split()]
+    words += ["--data", root / data] if data else []
+    summary = train(*words).summary
     return next(value for name in ("test", "valid") if (value := summary[f"{name}_accuracy"]) is not None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "precision")
     parser.add_argument("--data-root", type=Path, required=True, help="the folder with the data sets")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--devices", default="auto")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "precision.json")
     args = parser.parse_args()
     result = {
         **about("flatout", "torch"),
@@ -62,7 +51,7 @@ def main() -> None:
             for precision in ("fp32", "bf16")
         }
         result["accuracies"][job] = found
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        write(result, args.out)
         means = [statistics.mean(values) for values in found.values()]
         spreads = [statistics.pstdev(values) for values in found.values()]
         cells = "".join(f"{mean:>10.4f} ±{spread:.4f}" for mean, spread in zip(means, spreads, strict=True))

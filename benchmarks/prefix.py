@@ -6,14 +6,12 @@ The first epoch with the cache fills it, so the third is what all further epochs
 epochs, of which the second counts, as the first warms up.
 """
 
-import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from about import about
+from common import about, make_parser, median_ratio
 from flatout.config import Recipe
 from flatout.config.jobs import load_job
 from flatout.data.batches import Split
@@ -60,7 +58,7 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder with train/ and test/")
     parser.add_argument("--device", default="cpu", help="a torch device name")
     parser.add_argument("--repeats", type=int, default=1)
@@ -87,8 +85,7 @@ def main() -> None:
         return [[record.seconds for record in history] for history in runs]
 
     def ratio(epoch: int) -> float:
-        pairs = zip(seconds(uncached), seconds(cached), strict=True)
-        return statistics.median(without[-1] / having[epoch - 1] for without, having in pairs)
+        return median_ratio([run[-1] for run in seconds(uncached)], [run[epoch - 1] for run in seconds(cached)])
 
     result: dict[str, Any] = {
         "job": recipe.job,

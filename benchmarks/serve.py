@@ -6,7 +6,6 @@ PHOTOS is a folder of image files. Server and clients share the machine. Each cl
 the answer to its last one, over a connection that stays open.
 """
 
-import argparse
 import http.client
 import itertools
 import json
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from about import about
+from common import about, image_files, make_parser
 
 APP = Path(__file__).resolve().parents[1] / "examples" / "serve"
 
@@ -76,13 +75,13 @@ def measure(port: int, photos: list[bytes], clients: int, seconds: float) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("photos", type=Path)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--seconds", type=float, default=20)
     args = parser.parse_args()
-    files = sorted(p for p in args.photos.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))[:200]
+    files = image_files(args.photos, ".jpg", ".jpeg", ".png")[:200]
     photos, port = [file.read_bytes() for file in files], free_port()
     command = [sys.executable, "-m", "uvicorn", "app:app", "--port", str(port), "--log-level", "error"]
     environment = {**os.environ, "MODEL": str(args.model.absolute())}

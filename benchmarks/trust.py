@@ -6,9 +6,7 @@ RUN is a finished run of one class for each image, with validation images. Half 
 and the other half is tested, time after time. DATA holds images of other classes; the test images of RUN are known.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 import flatout
-from about import about
+from common import about, make_parser, run_process, settings
 from flatout.inference import calibration
 
 COVERAGES = (0.9, 0.95, 0.99)
@@ -69,8 +67,8 @@ def unknown_images(run: flatout.Run, data: str) -> dict[str, Any]:
             "--out",
             f"{folder}/pack",
         ]
-        command += ["--channels", str(run.recipe.channels), "--set", f"data.resize={run.recipe.data.resize}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        command += ["--channels", str(run.recipe.channels), *settings({"data.resize": run.recipe.data.resize})]
+        run_process(command)
         outputs = run.outputs(np.load(f"{folder}/pack/images.npy"))
     other = outputs.unknown_score
     assert other is not None
@@ -85,7 +83,7 @@ def unknown_images(run: flatout.Run, data: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--unknown", metavar="DATA", help="images of other classes")
     parser.add_argument("--halves", type=int, default=20)
