@@ -313,17 +313,17 @@ def make_app(store: RunStore, token: str) -> Starlette:
     def style(request: Request) -> Response:
         return FileResponse(STYLE, media_type="text/css")
 
-    def runs(request: Request) -> Response:
-        return JSONResponse(store.content(request.query_params.get("version", "")))
+    contents: dict[str, Callable[[Request], Row]] = {
+        "/api/runs": lambda request: store.content(request.query_params.get("version", "")),
+        "/api/changes": lambda request: read_changes(path_of(request), request.query_params),
+        "/api/run": lambda request: run_details(path_of(request)),
+        "/api/compare": lambda request: compare_runs(
+            {run: store.path_of(run) for run in request.query_params.getlist("run")}
+        ),
+    }
 
-    def changes(request: Request) -> Response:
-        return JSONResponse(read_changes(path_of(request), request.query_params))
-
-    def details(request: Request) -> Response:
-        return JSONResponse(run_details(path_of(request)))
-
-    def compare(request: Request) -> Response:
-        return JSONResponse(compare_runs({run: store.path_of(run) for run in request.query_params.getlist("run")}))
+    def content(request: Request) -> Response:
+        return JSONResponse(contents[request.url.path](request))
 
     def report_of(request: Request) -> Response:
         path = path_of(request) / run_files.REPORT
@@ -343,10 +343,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
         routes=[
             Route("/", page),
             Route("/style.css", style),
-            Route("/api/runs", runs),
-            Route("/api/changes", changes),
-            Route("/api/run", details),
-            Route("/api/compare", compare),
+            *(Route(path, content) for path in contents),
             Route("/api/report", report_of),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
