@@ -12,14 +12,14 @@ from typing import Any
 from flatout.analysis import check_free, make_folder
 from flatout.analysis.gpu import chips_named, estimate_on_gpus
 from flatout.analysis.tpu import compiler_versions, estimate_row, parse_topologies, step_compiler
-from flatout.config import Recipe, load_recipe
-from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
+from flatout.config import Recipe
+from flatout.config.jobs import PUBLISHED
 from flatout.data.batches import steps_per_epoch
 from flatout.data.build import bits_of
 from flatout.data.source import ImageDataset
 from flatout.models.build import check_name, default_shape
 from flatout.tasks import with_task
-from flatout.train.recipes import resolve
+from flatout.train.recipes import resolve, start_of
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
 from flatout.utils.run_files import write_json
@@ -137,17 +137,14 @@ def find_work(
 
     Without a job, the recipe is that of the model in `changes`: by default one epoch of SGD with momentum.
     """
-    recipe = None
+    start: str | Recipe | None = job
     if job is None:
         check_name(changes["model"])
-        recipe = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
-        job, recipe = recipe.job, recipe.override({"optimizer.name": "momentum", **changes})
-    elif job in builtin_jobs():
-        recipe = load_job(job).override(changes)
-    elif Path(job).suffix == ".toml":
-        recipe = load_recipe(Path(job)).override(changes)
-    if recipe is None or data is not None or (recipe.data.path and None in (images, classes)):
-        recipe, *sizes, about = _count(job, data, changes, console)
+        start = Recipe(model=changes["model"], image_size=default_shape(changes["model"])[1], epochs=1, batch_size=256)
+        changes = {"optimizer.name": "momentum", **changes}
+    recipe, is_complete = start_of(start, changes)
+    if not is_complete or data is not None or (recipe.data.path and None in (images, classes)):
+        recipe, *sizes, about = _count(start, data, changes, console)
     elif images is not None and classes is not None:
         sizes, about = (images, classes), "as given"
     elif job in PUBLISHED:
@@ -160,7 +157,9 @@ def find_work(
     return Work(recipe=recipe, images=images or sizes[0], classes=classes or sizes[1], about=about)
 
 
-def _count(job: str, data: str | None, changes: Mapping[str, Any], console: Console) -> tuple[Recipe, int, int, str]:
+def _count(
+    job: str | Recipe | None, data: str | None, changes: Mapping[str, Any], console: Console
+) -> tuple[Recipe, int, int, str]:
     recipe, found = resolve(job, data, changes, accelerated=True, console=console)
     source = found if isinstance(found, ImageDataset) else found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
