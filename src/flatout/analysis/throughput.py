@@ -395,8 +395,10 @@ def draw_scaling(path: Path, result: Row) -> None:
     figure = style.new_figure(9.0, 3.9, title=title)
     throughput, time = figure.subplots(1, 2)
     style.style_panel(throughput, "Images per second")
-    style.draw_bars(throughput, list(rows), [row["images_per_second"] or 0 for row in rows.values()], "{:,.0f}".format)
+    rates = [row["images_per_second"] or 0 for row in rows.values()]
+    throughput.bar(range(len(rows)), rates, width=0.55, color=style.RIGHT)
     for position, row in enumerate(rows.values()):
+        style.add_label(throughput, position, rates[position], f"{rates[position]:,.0f}")
         base = rows[row["base"]]
         work, base_work = _threads(row) or row["world_size"], _threads(base) or base["world_size"]
         ideal = (base["images_per_second"] or 0) * work / base_work
@@ -413,8 +415,11 @@ def draw_scaling(path: Path, result: Row) -> None:
         # Each is a part of the one before.
         seconds = [row[key] or 0 for row in rows.values()]
         time.bar(range(len(rows)), seconds, width=0.55, color=colour, label=label if any(seconds) else "")
-    style.name_ticks(time, list(rows))
     for axes in (throughput, time):
-        style.start_at_zero(axes, headroom=0.25)
+        axes.set_xticks(range(len(rows)), [shorten(name, 16) for name in rows])
+        axes.set_xlim(-0.7, len(rows) - 0.3)
+        # Room for labels and the legend.
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
         style.add_legend(axes, loc="upper left", ncols=3)
     style.write_png(figure, path)

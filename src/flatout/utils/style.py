@@ -7,7 +7,6 @@ import io
 import math
 import unicodedata
 import warnings
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,12 +74,6 @@ def style_panel(axes: "Axes", title: str, x_label: str = "") -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def start_at_zero(axes: "Axes", *, headroom: float) -> None:
-    """Start the vertical axis at 0 and leave room at the top, as a share of the height, for labels or a legend."""
-    axes.set_ylim(0, axes.get_ylim()[1] * (1 + headroom))
-    axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
-
-
 def add_legend(axes: "Axes", **options: Any) -> None:
     """Add a legend if anything has a label."""
     if axes.get_legend_handles_labels()[0]:
@@ -100,20 +93,6 @@ def add_message(axes: "Axes", text: str) -> None:
     """Write text in place of a plot."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
-
-
-def draw_bars(axes: "Axes", names: Sequence[str], values: Sequence[float], text: Callable[[float], str]) -> None:
-    """Draw a bar for each value, the value above and the name below."""
-    axes.bar(range(len(names)), values, width=0.55, color=RIGHT)
-    for position, value in enumerate(values):
-        add_label(axes, position, value, text(value))
-    name_ticks(axes, names)
-
-
-def name_ticks(axes: "Axes", names: Sequence[str]) -> None:
-    """Write the names of bars below them."""
-    axes.set_xticks(range(len(names)), [shorten(name, 16) for name in names])
-    axes.set_xlim(-0.7, len(names) - 0.3)
 
 
 @cache
