@@ -99,16 +99,12 @@ def write_anew(page: Path, folder: Path) -> None:
         if isinstance(step, Command) and difference(step.expected, output):
             text = text[: step.at[0]] + output + text[step.at[1] :]
     page.write_text(text, encoding="utf-8")
-    copy_to_translation(page)
-
-
-def copy_to_translation(page: Path) -> None:
-    """Put the commands and outputs of a page into its translation, if there is one."""
+    # The translation has the same commands and outputs.
     translation, blocks = page.with_suffix(".zh-CN.md"), re.compile(r"^```console\n.*?^```$", re.M | re.S)
     if translation.exists():
-        found = iter(blocks.findall(page.read_text(encoding="utf-8")))
-        text = blocks.sub(lambda _: next(found), translation.read_text(encoding="utf-8"))
-        translation.write_text(text, encoding="utf-8")
+        found = iter(blocks.findall(text))
+        translated = blocks.sub(lambda _: next(found), translation.read_text(encoding="utf-8"))
+        translation.write_text(translated, encoding="utf-8")
 
 
 if __name__ == "__main__":

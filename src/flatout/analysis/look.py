@@ -40,6 +40,7 @@ from flatout.utils.console import Console
 from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import visible, write_json
+from flatout.utils.style import plain
 
 PAGE, FIGURES = "look.html", "look.json"
 # Classes with pictures, and images of each; classes in the table that is always open.
@@ -248,7 +249,7 @@ class Look:
             "columns": ["class", *figures["images"], "share of train"],
             "rows": rows[:ROWS_SHOWN],
             "all_rows": sorted(rows) if len(rows) > ROWS_SHOWN else [],
-            "numbers": [(split, *map(_number, values)) for split, values in figures["numbers"].items()],
+            "numbers": [(split, *map(plain, values)) for split, values in figures["numbers"].items()],
             "labels": _histogram(source.labels) if source.task == "regression" else [],
             "histograms": {
                 "size: root of width × height, in pixels": _histogram(np.sqrt(widths * heights)),
@@ -350,9 +351,5 @@ def _histogram(values: np.ndarray) -> list[tuple[float, str]]:
     edges = np.geomspace(low, high, BINS + 1) if low > 0 and high > 4 * low else np.linspace(low, high, BINS + 1)
     edges[0], edges[-1] = low, high
     counts, _ = np.histogram(values, edges)
-    names = [f"{_number(a)} to {_number(b)}: {n:,} images" for a, b, n in zip(edges, edges[1:], counts, strict=False)]
+    names = [f"{plain(a)} to {plain(b)}: {n:,} images" for a, b, n in zip(edges, edges[1:], counts, strict=False)]
     return list(zip((counts / counts.max()).tolist(), names, strict=True))
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
