@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Recipe
+from flatout.data.batches import Split, evaluation_batches
 from flatout.data.cache import cache_folder
+from flatout.engine.augment import epoch_transforms
 from flatout.engine.xla.devices import require, require_compiler
 from flatout.models.build import build_model
 from flatout.tasks import task_of
@@ -291,22 +293,30 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
     """Compile a step whose images come from the host: in device memory, all would count as read in every step."""
     import jax
 
+    from flatout.engine.xla.batches import read_batches
     from flatout.engine.xla.mesh import MeshSharding
-    from flatout.engine.xla.program import Program
+    from flatout.engine.xla.program import Program, shapes_of
 
     sharding, task = MeshSharding(devices, recipe.shard), task_of(recipe)
-    targets = task.targets(task.random_labels(np.random.default_rng(0), 1, classes))
     program = Program(
         model,
         recipe,
-        batch=sharding.padded(recipe.batch_size),
-        evaluation_batch=sharding.size,
         groups=sharding.size if recipe.norm == "per-device" else 1,
         precision="fp32" if recipe.precision == "fp32" else "bf16",
-        target_shape=targets.shape[1:],
     )
-    state = program.initial_state()
-    lowered = sharding.lower_step(program, state)
+    labels = task.random_labels(np.random.default_rng(0), 1, classes)
+    images = np.zeros((1, *recipe.stored_sides, recipe.channels), np.uint16 if recipe.data.bits == 16 else np.uint8)
+    _, one = read_batches(
+        Split(images=images, rows=np.arange(1), labels=labels),
+        list(evaluation_batches(1, 1)),
+        1,
+        slice(1),
+        is_resident=False,
+        targets=task.targets(labels),
+        transforms=epoch_transforms(recipe, 0, 1),
+    )
+    state, inputs = program.initial_state(), shapes_of(one, sharding.padded(recipe.batch_size))
+    lowered = sharding.lower(program, program.train_step, state, inputs)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

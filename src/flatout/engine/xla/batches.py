@@ -18,7 +18,7 @@ from flatout.engine.augment import NOT_AUGMENTED, Transforms, epoch_transforms
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import DeviceBatch, Evaluated
+from flatout.engine.xla.program import DeviceBatch, shapes_of
 from flatout.utils.host import available_memory
 
 if TYPE_CHECKING:
@@ -126,25 +126,34 @@ class XlaDataset:
         """Read the images from now on; or the output of the frozen prefix for a view, computed the first time."""
         engine = self._engine
         if view not in self._views:
-            read = engine.features(self.samples, transforms) if engine.cut else self.samples
+            read = self._prefix_outputs(transforms) if engine.cut else self.samples
             self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
         self._read, self.table = self._views[view]
         each = engine.sharding.padded(self.batch) // engine.sharding.size
         image_bytes = self._read.nbytes // len(self._read) if self.table is None else 0
-        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
+        self._steps, self._run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
+
+    def _prefix_outputs(self, transforms: Transforms | None) -> Split:
+        """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
+        self._read, self.table = self.samples, None
+        rows = [fetch(output)[:count] for output, count in self._results(self._engine.program.prefix, transforms)]
+        features = np.concatenate(rows)
+        return Split(images=features, rows=np.arange(len(features)), labels=self.samples.labels)
 
     def compile(self) -> None:
         self.begin_epoch(0)
-        engine, program = self._engine, self._engine.program(self.batch)
-        if padding := program.batch - self.batch:
+        engine, batch = self._engine, self._engine.sharding.padded(self.batch)
+        if padding := batch - self.batch:
             engine.report(
-                f"each batch of {self.batch} samples is padded to {program.batch}, for equal parts on "
-                f"{engine.sharding.size} devices: {padding / program.batch:.0%} of the computation is wasted"
+                f"each batch of {self.batch} samples is padded to {batch}, for equal parts on "
+                f"{engine.sharding.size} devices: {padding / batch:.0%} of the computation is wasted"
             )
+        read = self._reader(batch, self._transforms, self._sample_weights)
+        _, example = read([next(evaluation_batches(len(self.samples), self.batch))])
         if self._steps > 1:
             engine.report(f"{self._steps} steps per dispatch")
-            engine.compiled(program, self.table, steps=self._steps)
-        engine.compiled(program, self.table)
+            engine.compiled(engine.program.train_steps, shapes_of(example, batch, self._steps), self.table)
+        engine.compiled(engine.program.train_step, shapes_of(example, batch), self.table)
 
     def begin_epoch(self, epoch: int) -> None:
         engine, recipe = self._engine, self._engine.recipe
@@ -157,30 +166,45 @@ class XlaDataset:
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[Group, int]]:
         """See `DeviceDataset.feed`. A thread prefetches all batches of a dispatch into one array."""
-        world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
+        world, batch = self._engine.world, self._engine.sharding.padded(self.batch)
         if self.table is None:
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
         items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
+        read = self._reader(batch, self._transforms, self._sample_weights)
         for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
             for step in range(len(group[0])):
                 yield group, step
 
-    def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], Group]:
+    def _reader(
+        self, size: int, transforms: Transforms | None = None, sample_weights: np.ndarray | None = None
+    ) -> Callable[[list[Batch]], Group]:
         return functools.partial(
             read_batches,
             self._read,
             size=size,
             own=self._engine.sharding.own(size),
             is_resident=self.table is not None,
-            transforms=self._transforms if is_training else None,
             targets=self.targets,
-            sample_weights=self._sample_weights if is_training else None,
+            transforms=transforms,
+            sample_weights=sample_weights,
         )
+
+    def _results(self, function: Callable[..., Any], transforms: Transforms | None = None) -> Iterator[tuple[Any, int]]:
+        """Yield the results of a function of the program on all batches, some in flight, and their samples."""
+        engine, waiting = self._engine, deque[tuple[Any, int]]()
+        read = self._reader(engine.evaluation_batch, transforms)
+        batches = evaluation_batches(len(self.samples), engine.evaluation_batch)
+        for (batch,), inputs in prefetch(read, ([batch] for batch in batches)):
+            engine.world.control.check_stop()
+            waiting.append((engine.call(function, _of_step(inputs, 0), self.table), batch.count))
+            if len(waiting) > RUN_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def draws(self, inputs: tuple[Group, int]) -> tuple[np.ndarray, Transforms]:
         (batches, _), step = inputs
-        batch, own = batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
+        batch, own = batches[step], self._engine.sharding.own(self._engine.sharding.padded(self.batch))
         samples = batch.samples[own.start : min(own.stop, batch.count)]
         return samples, {name: table[samples] for name, table in (self._transforms or {}).items()}
 
@@ -203,12 +227,11 @@ class XlaDataset:
         halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
         inputs = groups[0][1]._replace(learning_rate=np.array(rates, np.float32), seed=halves)
         if len(pending) == self._steps > 1:
-            self._engine.train(self, inputs, self._steps)
+            self._engine.train(inputs, self.table, self._run_ahead)
             return
-        for number, step in enumerate(steps):
-            one = jax.tree.map(lambda array, step=step: array[step], groups[number][1])
-            one = one._replace(learning_rate=inputs.learning_rate[number], seed=halves[number])
-            self._engine.train(self, one, None)
+        for number, ((_, group), step) in enumerate(zip(groups, steps, strict=True)):
+            one = _of_step(group, step)._replace(learning_rate=inputs.learning_rate[number], seed=halves[number])
+            self._engine.train(one, self.table, self._run_ahead)
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
@@ -224,32 +247,18 @@ class XlaDataset:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        engine, count = self._engine, len(self.samples)
+        engine = self._engine
         engine.flush()
         if engine.cut:
             self._read_view(NOT_AUGMENTED, None)
-        program = engine.program(self.batch, evaluates=True)
-        size = program.evaluation_batch
-        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
-        names += ["features"] * (keep_features is not None)
+        wanted = {"probabilities": with_probabilities, "logits": with_logits, "features": keep_features is not None}
+        names = ["predicted", *(name for name, is_wanted in wanted.items() if is_wanted)]
         kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
         loss_sum = 0.0
-
-        def results() -> Iterator[tuple[Evaluated, int]]:
-            """Yield the results of batches, some of which are in flight, and their samples."""
-            waiting = deque[tuple[Evaluated, int]]()
-            read = self._reader(size, is_training=False)
-            for batches, inputs in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
-                engine.world.control.check_stop()
-                waiting.append((engine.evaluate(self, program, inputs, tta=tta), batches[0].count))
-                if len(waiting) > RUN_AHEAD:
-                    yield waiting.popleft()
-            yield from waiting
-
-        for result, number in results():
+        for result, count in self._results(engine.program.evaluate_views if tta else engine.program.evaluate):
             for name, parts in kept.items():
                 if (found := getattr(result, name)) is not None:
-                    rows = np.asarray(found)[:number]
+                    rows = np.asarray(found)[:count]
                     parts.append(keep_features(rows) if keep_features and name == "features" else rows)
             loss_sum += float(result.loss_sum)
         tables: dict[str, Any] = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
@@ -257,6 +266,10 @@ class XlaDataset:
             tables["predicted"] = tables["predicted"].astype(np.int64)
         tables = {"probabilities": None, **tables}
         return Evaluation(**tables, task=engine.task, loss_sum=loss_sum, labels=self.samples.labels)
+
+
+def _of_step(inputs: DeviceBatch, step: int) -> DeviceBatch:
+    return jax.tree.map(lambda array: array[step], inputs)
 
 
 def fetch(array: jax.Array) -> np.ndarray:

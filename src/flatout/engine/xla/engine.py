@@ -6,7 +6,6 @@ XLA adds the communication between devices to the program. Programs are compiled
 Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,25 +17,15 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
-from flatout.data.batches import EVALUATION_BATCH, Split, evaluation_batches, prefetch
+from flatout.data.batches import EVALUATION_BATCH, Split
 from flatout.distributed.world import World
-from flatout.engine.augment import Transforms
 from flatout.engine.base import Counts
 from flatout.engine.torch.accelerator import PRECISIONS
-from flatout.engine.xla.batches import XlaDataset, fetch, read_batches
+from flatout.engine.xla.batches import XlaDataset, fetch
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.functional import from_torch, to_torch
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import (
-    Average,
-    DeviceBatch,
-    Evaluated,
-    FrozenPrefix,
-    Program,
-    State,
-    frozen_cut,
-    to_array,
-)
+from flatout.engine.xla.program import Average, DeviceBatch, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
 from flatout.tasks import Task, task_of
 from flatout.utils.errors import InputError
@@ -67,7 +56,7 @@ class XlaEngine:
         head: Head | None = None,
     ) -> None:
         self.recipe, self.world, self.class_weights, self.report = recipe, world or World(), class_weights, report
-        self.task, self._target_shape = task or task_of(recipe), ()
+        self.task = task or task_of(recipe)
         self.model = model.to("cpu")
         self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.sharding = MeshSharding(devices, recipe.shard)
@@ -80,9 +69,15 @@ class XlaEngine:
         self.cut = before_head(model, head) if head else frozen_cut(model, recipe)
         if self.cut and not head:
             report(self.cut.describe(recipe.augment.views))
-        self._program: Program | None = None
-        self._state: State | None = None
-        self._waiting_state: dict[str, torch.Tensor] | None = None
+        self.program = Program(
+            model,
+            recipe,
+            groups=self.sharding.size if recipe.norm == "per-device" else 1,
+            precision=self._precision,
+            cut=self.cut,
+            class_weights=class_weights,
+        )
+        self._put_state(self.program.initial_state())
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sums: list[jax.Array] = []
         self._in_flight: deque[jax.Array] = deque()
@@ -99,93 +94,38 @@ class XlaEngine:
         return float("nan") if self.sharding.size > 1 else 0.0
 
     def place(self, samples: Split) -> "XlaDataset":
-        split = XlaDataset(self, samples)
-        self._target_shape = split.targets.shape[1:]
-        return split
+        return XlaDataset(self, samples)
 
     # --- programs -------------------------------------------------------------------------------------------------
 
     @property
-    def _evaluation_batch(self) -> int:
+    def evaluation_batch(self) -> int:
         return self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
 
-    def program(self, batch: int, *, evaluates: bool = False) -> Program:
-        """Return the functions for training batches of a size, or any for evaluation; the first call puts the state."""
-        batch = self.sharding.padded(batch)
-        if self._program is None or (self._program.batch != batch and not evaluates):
-            self._program = Program(
-                self.model,
-                self.recipe,
-                batch=batch,
-                evaluation_batch=self._evaluation_batch,
-                groups=self.sharding.size if self.recipe.norm == "per-device" else 1,
-                precision=self._precision,
-                cut=self.cut,
-                class_weights=self.class_weights,
-                target_shape=self._target_shape,
-            )
-        if self._state is None:
-            self._put_state(self._program.initial_state())
-            if self._waiting_state is not None:
-                self.load_state(self._waiting_state)
-        return self._program
-
     def compiled(
-        self, program: Program, table: Any, *, steps: int | None = None, evaluates: bool = False, tta: bool = False
+        self, function: Callable[..., Any], inputs: DeviceBatch, table: jax.Array | None
     ) -> Callable[..., Any]:
-        """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
-        key = program.batch, None if table is None else table.shape, steps, evaluates, tta
+        """Return a function of the program, compiled when first requested for arrays of these shapes."""
+        key = function, inputs.weights.shape, None if table is None else table.shape
         if key not in self._compiled:
-            assert self._state is not None
-            if evaluates:
-                lowered = self.sharding.lower_evaluation(program, self._state, table=table, tta=tta)
-            else:
-                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table)
+            lowered = self.sharding.lower(self.program, function, self._state, inputs, table)
             with compilation_cache():
                 self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
-    def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
-        """Enqueue one training step of a split, or `steps` of them."""
-        function = self.compiled(self.program(split.batch), split.table, steps=steps)
-        while len(self._in_flight) >= split.run_ahead:
+    def call(self, function: Callable[..., Any], inputs: DeviceBatch, table: jax.Array | None) -> Any:
+        """Enqueue a function of the program for a batch on the host; return its result."""
+        put = self.sharding.put_batch(inputs)
+        return self.compiled(function, put, table)(self._state, put, table)
+
+    def train(self, inputs: DeviceBatch, table: jax.Array | None, run_ahead: int) -> None:
+        """Enqueue one training step, or several; wait while `run_ahead` dispatches are in flight."""
+        while len(self._in_flight) >= run_ahead:
             self._in_flight.popleft().block_until_ready()
-        put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
-        self._state, sums = function(self._state, put, *([] if split.table is None else [split.table]))
+        step = self.program.train_step if inputs.weights.ndim == 1 else self.program.train_steps
+        self._state, sums = self.call(step, inputs, table)
         self._sums.append(sums)
         self._in_flight.append(sums)
-
-    def evaluate(self, split: "XlaDataset", program: Program, inputs: DeviceBatch, *, tta: bool) -> Evaluated:
-        """Enqueue one evaluation batch of a split."""
-        arrays = (inputs.images[0], inputs.targets[0], inputs.weights[0])
-        put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
-        return self.compiled(program, split.table, evaluates=True, tta=tta)(
-            self._state, *put, *([] if split.table is None else [split.table])
-        )
-
-    def features(self, samples: Split, transforms: Transforms | None) -> Split:
-        """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
-        assert self.cut is not None
-        size = self._evaluation_batch
-        prefix, rows = FrozenPrefix(self.cut, self.recipe, size, self._precision), []
-        weights = self.sharding.put_state((prefix.parameters, prefix.buffers), self.sharding.replicated)
-        function = jax.jit(prefix, out_shardings=self.sharding.replicated)
-        read = functools.partial(
-            read_batches,
-            samples,
-            size=size,
-            own=self.sharding.own(size),
-            is_resident=False,
-            targets=np.zeros(len(samples), np.float32),
-            transforms=transforms,
-        )
-        for batches, inputs in prefetch(read, ([batch] for batch in evaluation_batches(len(samples), size))):
-            self.world.control.check_stop()
-            arrays = inputs.images[0], jax.tree.map(lambda table: table[0], inputs.transforms)
-            put = self.sharding.put_batch(arrays, jax.tree.map(lambda _: self.sharding.split, arrays))
-            rows.append(fetch(function(*weights, *put))[: batches[0].count])
-        features = np.concatenate(rows)
-        return Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
 
     def begin_epoch(self, split: "XlaDataset") -> None:
         self._training, self._counted_steps, self._first_bad_step = split, 0, None
@@ -212,18 +152,17 @@ class XlaEngine:
 
     def is_finite(self) -> bool:
         self.flush()
-        return self._state is None or bool(_all_finite(self._state))
+        return bool(_all_finite(self._state))
 
     def snapshot(self, *, weights_only: bool = False) -> State | dict[str, torch.Tensor]:
         self.flush()
-        if self._state is None or not self._has_room(self._state):
+        if not self._has_room(self._state):
             return {n: v for n, v in self._host_state().items() if not (weights_only and n.startswith("optimizer."))}
         return _copy(self._state._replace(optimizer=None) if weights_only else self._state)
 
     def restore(self, snapshot: State | dict[str, torch.Tensor]) -> None:
         self.flush()
         if isinstance(snapshot, State):
-            assert self._state is not None
             state = _copy(snapshot)
             if snapshot.optimizer is None:
                 state = state._replace(optimizer=self._state.optimizer)
@@ -247,10 +186,6 @@ class XlaEngine:
     def _host_state(self, snapshot: State | None = None) -> dict[str, torch.Tensor]:
         """Return the state, or a snapshot, as torch tensors under torch's names; all processes participate."""
         self.flush()
-        if self._state is None and self._waiting_state is not None:
-            return dict(self._waiting_state)
-        if self._state is None:
-            return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
         state: State = jax.tree.map(fetch, snapshot or self._state)
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         # A shared weight has several names in torch; the first is used here.
@@ -270,10 +205,6 @@ class XlaEngine:
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         state = self.world.broadcast_object(state)
-        if self._state is None:
-            self._waiting_state = state
-            return
-        assert self._program is not None
         self.flush()
         try:
             self.model.load_state_dict(
@@ -281,7 +212,7 @@ class XlaEngine:
             )
         except RuntimeError as error:
             raise InputError(f"the checkpoint does not fit the model: {error}") from None
-        fresh = self._program.initial_state()
+        fresh = self.program.initial_state()
         if fresh.average is not None and "ema_steps" in state:
             parts: list[Any] = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
             fresh = fresh._replace(average=Average(to_array(state["ema_steps"]), *parts))
@@ -289,11 +220,11 @@ class XlaEngine:
         self._put_state(fresh._replace(optimizer=from_torch(fresh.optimizer, kept)))
 
     def _put_state(self, state: State) -> None:
-        self._state = self.sharding.put_state(state, self.sharding.of_state(state))
+        self._state: State = self.sharding.put_state(state, self.sharding.of_state(state))
 
     def close(self) -> None:
-        self._compiled.clear()
-        self._state = self._program = self._training = None
+        # Frees the memory of the devices.
+        vars(self).clear()
 
     def peak_memory_bytes(self) -> int | None:
         if self.platform == "cpu":

@@ -213,7 +213,6 @@ class Function:
         self._steps = [node for node in program.graph.nodes if node.op == "call_function"]
         results: Any = program.graph.output_node().args[0]
         self._results = [result.name for result in results]
-        self.output_shapes = [tuple(r.meta["val"].shape) for r in results if r.name not in self._mutated]
         self._lowerings = {node: _lowering(node, name) for node in self._steps}
 
     def __call__(
@@ -323,12 +322,11 @@ class KerasFunction:
         shapes = {n: jax.ShapeDtypeStruct(t.shape, t.numpy().dtype) for n, t in module.state_dict().items()}
         images = jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32)
         try:
-            logits, _, losses = jax.eval_shape(self._call, shapes, images, jax.random.key(0))
+            *_, losses = jax.eval_shape(self._call, shapes, images, jax.random.key(0))
         except Exception as error:  # user-defined layers may raise anything
             raise InputError(f"model {name}: fails under XLA: {type(error).__name__}: {first_line(error)}") from error
         if losses:
             raise InputError(f"model {name}: adds terms to the loss (add_loss, regularizers), which is not supported")
-        self.output_shapes = [logits.shape]
 
     def __call__(
         self,

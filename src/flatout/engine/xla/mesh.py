@@ -4,7 +4,7 @@ Shape letters: B batch.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,65 +44,45 @@ class MeshSharding:
         each, first = batch // self.size, self.devices.index(self.local_devices[0])
         return slice(each * first, each * (first + len(self.local_devices)))
 
-    def put_batch(self, arrays: Any, shardings: Any) -> Any:
-        """Copy this process's samples of a batch to its devices, asynchronously."""
-        if jax.process_count() == 1:
-            return jax.device_put(arrays, shardings)
-        return jax.tree.map(lambda a, sharding: jax.make_array_from_process_local_data(sharding, a), arrays, shardings)
+    def put_batch(self, inputs: DeviceBatch) -> DeviceBatch:
+        """Copy this process's samples of a batch, or of several, to its devices, asynchronously."""
+        return _put(inputs, self.of_inputs(inputs), jax.make_array_from_process_local_data)
 
     def put_state(self, arrays: Any, shardings: Any) -> Any:
         """Copy arrays that every process has completely to the devices."""
-        if jax.process_count() == 1:
-            return jax.device_put(arrays, shardings)
-        return jax.tree.map(
-            lambda a, sharding: jax.make_array_from_callback(np.shape(a), sharding, lambda index: a[index]),
+        return _put(
             arrays,
             shardings,
+            lambda sharding, array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__),
         )
 
     def of_state(self, state: State) -> Any:
         return jax.tree.map(lambda array: self._of(array.shape), state)
 
-    def of_inputs(self, inputs: DeviceBatch, *, stacked: bool = False) -> Any:
-        """Return the sharding of each array of a batch, or of several `stacked` ones."""
-        of_samples = self._stacked if stacked else self.split
-        shardings: Any = jax.tree.map(lambda array: of_samples, inputs)
-        return shardings._replace(learning_rate=self.replicated, seed=self.replicated)
+    def of_inputs(self, inputs: DeviceBatch) -> DeviceBatch:
+        """Return the sharding of each array of a batch, or of several."""
+        of_samples = self.split if inputs.weights.ndim == 1 else self._stacked
+        return DeviceBatch(*[of_samples] * 5, learning_rate=self.replicated, seed=self.replicated)
 
-    def lower_step(
-        self, program: Program, state: State, *, steps: int | None = None, table: jax.Array | None = None
-    ) -> jax.stages.Lowered:
-        """Return one training step, or `steps` of them, to be compiled for a state and a table of these shapes."""
-        inputs = program.example_inputs(is_resident=table is not None, steps=steps)
-        step = program.train_step if steps is None else program.train_steps
-        shardings = self.of_inputs(inputs, stacked=steps is not None)
-        results = self.of_state(state), self.replicated
-        return self._lower(program, step, state, [inputs], [shardings], table, out_shardings=results, donate_argnums=0)
-
-    def lower_evaluation(
-        self, program: Program, state: State, *, table: jax.Array | None = None, tta: bool = False
-    ) -> jax.stages.Lowered:
-        """Return the evaluation of a batch, to be compiled; see `lower_step`."""
-        inputs = program.example_inputs(is_resident=table is not None, batch=program.evaluation_batch)
-        arrays = [inputs.images, inputs.targets, inputs.weights]
-        evaluate = functools.partial(program.evaluate, tta=tta)
-        return self._lower(program, evaluate, state, arrays, [self.split] * 3, table, out_shardings=self.replicated)
-
-    def _lower(
+    def lower(
         self,
         program: Program,
-        function: Any,
+        function: Callable[..., Any],
         state: State,
-        inputs: list[Any],
-        shardings: list[Any],
-        table: jax.Array | None,
-        **options: Any,
+        inputs: DeviceBatch,
+        table: jax.Array | None = None,
     ) -> jax.stages.Lowered:
-        tables = [] if table is None else [table]
-        of_inputs = (self.of_state(state), *shardings, *[self.replicated] * len(tables))
-        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+        """Return a function of a program, to be compiled for a state, a batch or several, and a table of these shapes.
+
+        One that returns a new state takes the memory of the old one.
+        """
+        of_state, results, donated = self.of_state(state), self.replicated, ()
+        if function in (program.train_step, program.train_steps):
+            results, donated = (of_state, self.replicated), 0
+        of_arguments = of_state, self.of_inputs(inputs), self.replicated
+        jitted = jax.jit(function, in_shardings=of_arguments, out_shardings=results, donate_argnums=donated)
         with program.matmul_precision():
-            return jax.jit(function, in_shardings=of_inputs, **options).lower(shapes, *inputs, *tables)
+            return jitted.lower(state, inputs, table)
 
     def _of(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array of the state: replicated, or sliced along its longest divisible dimension."""
@@ -110,3 +90,10 @@ class MeshSharding:
         if not self._is_sliced or not even:
             return self.replicated
         return NamedSharding(self._mesh, PartitionSpec(*[None] * -max(even)[1], AXIS))
+
+
+def _put(arrays: Any, shardings: Any, make: Callable[[NamedSharding, np.ndarray], jax.Array]) -> Any:
+    """Copy arrays to their devices; with several processes by a function, since each knows only its own devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(arrays, shardings)
+    return jax.tree.map(lambda sharding, part: jax.tree.map(functools.partial(make, sharding), part), shardings, arrays)

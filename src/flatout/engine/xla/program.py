@@ -80,10 +80,11 @@ class Evaluated(NamedTuple):
 
 
 class Program:
-    """The pure functions of a job. The model is exported when a function is first traced; see `Function` for errors.
+    """The pure functions of a job: of state, batch, and the table [N, H, W, C] if the images of the batch are its rows.
 
-    Batches include padding. `groups` are parts of a batch with separate batch statistics. With a `cut`, from
-    `frozen_cut`, images are the output of its prefix, float32 with channels last.
+    The model is exported when a function is first traced for a shape; see `Function` for errors. Batches include
+    padding. `groups` are parts of a batch with separate batch statistics. With a `cut`, images are the output of its
+    prefix, float32 with channels last.
     """
 
     def __init__(
@@ -91,89 +92,54 @@ class Program:
         model: nn.Module,
         recipe: Recipe,
         *,
-        batch: int,
-        evaluation_batch: int,
         groups: int = 1,
         precision: str = "fp32",
         cut: Cut | None = None,
         class_weights: np.ndarray | None = None,
-        target_shape: tuple[int, ...] = (),
     ) -> None:
-        self.batch, self.evaluation_batch = batch, evaluation_batch
-        self.task, self._target_shape = task_of(recipe), target_shape
+        self._task, self._augment, self._cut = task_of(recipe), Augmentation(recipe), cut
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
         self._optimizer = UpdateRule(recipe.optimizer)
-        self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
-        self._augment, self._cut = Augmentation(recipe), cut
-        # The shape of the network's input for one image, channels first, and its stored shape and type.
-        self._read = (recipe.channels, *recipe.image_sides)
-        self._stored: tuple[tuple[int, ...], Any] = (
-            (*recipe.stored_sides, recipe.channels),
-            np.uint16 if recipe.data.bits == 16 else np.uint8,
-        )
-        if cut:
-            with torch.no_grad():
-                self._read = tuple(cut.prefix(torch.zeros(1, *self._read)).shape[1:])
-            self._stored = (*self._read[1:], self._read[0]), np.float32
+        self._networks: dict[tuple[bool, tuple[int, ...]], Function | KerasFunction] = {}
 
-    @functools.cached_property
-    def _training(self) -> "_Network":
-        set_train_mode(self._model, self._recipe.norm)
-        network = self._cut.train_suffix if self._cut else self._model
-        return self._network(network, (self.batch, *self._read), self._class_weights)
+    def _network(self, shape: tuple[int, ...], *, is_training: bool) -> Function | KerasFunction:
+        """Return the model, after its frozen prefix, for inputs of a shape; in evaluation with the head's input."""
+        key, model, cut = (is_training, shape), self._model, self._cut
+        if key in self._networks:
+            return self._networks[key]
+        if is_training:
+            set_train_mode(model, self._recipe.norm)
+            self._networks[key] = self._exported(cut.train_suffix if cut else model, shape)
+        else:
+            network = cut.eval_suffix if cut else model.eval()
+            with (
+                caught(model, network) as features,
+                network.register_forward_hook(
+                    lambda module, images, logits: logits if (found := features.take()) is None else (logits, found)
+                ),
+            ):
+                self._networks[key] = self._exported(network, shape)
+        return self._networks[key]
 
-    @functools.cached_property
-    def _evaluation(self) -> "_Network":
-        network, shape = self._model.eval(), (self._recipe.channels, *self._recipe.eval_sides)
-        if self._cut:
-            network, shape = self._cut.eval_suffix, self._read
-        # The head's input becomes a second result.
-        with caught(self._model, network) as features:
-            hook = network.register_forward_hook(
-                lambda module, images, logits: logits if (found := features.take()) is None else (logits, found)
-            )
-            try:
-                return self._network(network, (self.evaluation_batch, *shape))
-            finally:
-                hook.remove()
+    def _exported(self, network: nn.Module, shape: tuple[int, ...]) -> Function | KerasFunction:
+        kind: Any = KerasFunction if isinstance(network, KerasModule) else Function
+        return kind(network, (example(*shape),), name=self._recipe.model, precision=self._precision)
 
-    def _network(
-        self, model: nn.Module, shape: tuple[int, ...], class_weights: tuple[float, ...] | None = None
-    ) -> "_Network":
-        kind: Any = KerasFunction if isinstance(model, KerasModule) else Function
-        function = kind(model, (example(*shape),), name=self._recipe.model, precision=self._precision)
-        return _Network(function, head_of(self.task, class_weights, function.output_shapes[0], self._target_shape))
+    def _input(self, images: Array, transforms: Any, table: jax.Array | None, *, is_training: bool) -> jax.Array:
+        if table is not None:
+            images = jnp.take(table, images, axis=0, mode="clip")
+        return jnp.moveaxis(images, -1, 1) if self._cut else self._augment(images, transforms, is_training=is_training)
 
-    def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
-        if self._cut:
-            return jnp.moveaxis(images, -1, 1)
-        return self._augment(images, transforms, is_training=is_training)
+    def _results(
+        self, logits: jax.Array, targets: Array, class_weights: tuple[float, ...] | None = None
+    ) -> tuple[jax.Array, ...]:
+        """Return losses, step metrics, predictions and probabilities."""
+        head = head_of(self._task, class_weights, logits.shape, targets.shape[1:])
+        return head({}, {}, logits.astype(jnp.float32), targets)[0]
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
-
-    def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> DeviceBatch:
-        """Return the shapes of a training batch (of `batch` samples if given), or of `steps` batches."""
-        front, count = () if steps is None else (steps,), batch or self.batch
-
-        def shape(*lengths: int, dtype: Any = np.float32) -> Any:
-            return jax.ShapeDtypeStruct((*front, *lengths), dtype)
-
-        pixels = shape(count, *self._stored[0], dtype=self._stored[1])
-        tables = None if self._cut else augment.epoch_transforms(self._recipe, 0, 1)
-        images = shape(count, dtype=np.int32) if is_resident else pixels
-        targets = shape(count, *self._target_shape, dtype=np.float32 if self.task.mixes_targets else np.int32)
-        transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
-        return DeviceBatch(
-            images=images,
-            targets=targets,
-            weights=shape(count),
-            transforms=transforms,
-            partners=(images, targets, transforms) if tables and "partner" in tables else None,
-            learning_rate=shape(),
-            seed=shape(2, dtype=np.uint32),
-        )
 
     def initial_state(self) -> State:
         """Return the state before the first step, on the host."""
@@ -189,33 +155,31 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
-        """Return the state after one batch, whose images are in `table` [N, H, W, C] if `inputs` has their rows.
-
-        And loss sum, weight sum, sum of the task's metric and samples, float32 [4].
-        """
+        """Return the state after one batch, and sums of losses, weights, the task's metric and samples, float32 [4]."""
         real = (inputs.weights > 0).astype(jnp.float32)
-        x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
+        x = self._input(inputs.images, inputs.transforms, table, is_training=True)
         if inputs.partners is not None:
             images, partner_targets, transforms = inputs.partners
-            partners = self._augment(_images(images, table), transforms, is_training=True)
+            partners = self._input(images, transforms, table, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
-        network = self._training
+        network = self._network(x.shape, is_training=True)
+        results = functools.partial(self._results, class_weights=self._class_weights)
         # Avoids the gradient of 0 / 0 in a batch that is only padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
         def objective(trained: Arrays) -> tuple[jax.Array, Any]:
-            logits, buffers = network.model(
+            logits, buffers = network(
                 {**trained, **state.frozen},
                 state.buffers,
                 x,
                 key=jax.random.wrap_key_data(inputs.seed, impl="threefry2x32"),
                 mask=SampleMask(real, self._groups),
             )
-            losses, metrics, *_ = network.results(logits, inputs.targets)
+            losses, metrics, *_ = results(logits, inputs.targets)
             if inputs.partners is not None:
                 share = inputs.transforms["mix"][:, 5]
-                losses = self.task.mixed(
-                    lambda targets: network.results(logits, targets)[0], inputs.targets, partner_targets, share
+                losses = self._task.mixed(
+                    lambda targets: results(logits, targets)[0], inputs.targets, partner_targets, share
                 )
             loss_sum = (losses * inputs.weights).sum()
             metric_sum = jnp.where(real > 0, metrics, 0).sum()
@@ -228,7 +192,8 @@ class Program:
             scale = jnp.minimum(1, limit / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, optimizer = self._optimizer.update(gradients, state.optimizer, state.trained)
-        rates = {name: inputs.learning_rate * self._scales[name] for name in state.trained}
+        scales = learning_rate_scales(self._model, self._recipe.optimizer.layer_decay)
+        rates = {name: inputs.learning_rate * scales[name] for name in state.trained}
         trained = jax.tree.map(lambda p, d, rate: p - rate * d, state.trained, directions, rates)
         average = state.average and state.average.update(trained, buffers, self._recipe.ema)
         return State(trained, state.frozen, buffers, optimizer, average), sums
@@ -237,52 +202,48 @@ class Program:
         """Take several steps in one program, given in a leading dimension; return their sums as [steps, 4]."""
         return jax.lax.scan(lambda state, one: self.train_step(state, one, table), state, inputs)
 
-    def evaluate(
-        self,
-        state: State,
-        images: jax.Array,
-        targets: jax.Array,
-        mask: jax.Array,
-        table: jax.Array | None = None,
-        *,
-        tta: bool = False,
-    ) -> Evaluated:
-        """Return the results of one batch; `mask` [B] is 0 for padding, `tta` averages over `augment.tta_views`."""
-        x = self._input(_images(images, table), None, is_training=False)
-        weights = state.average or state
+    def evaluate(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> Evaluated:
+        """Return the results of one batch without augmentation."""
+        x = self._input(inputs.images, None, table, is_training=False)
+        return self._evaluated(inputs, *self._outputs(state, x))
 
-        def outputs_of(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            found = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
-            return found if isinstance(found, tuple) else (found, None)
+    def evaluate_views(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> Evaluated:
+        """Return the results of one batch, averaged over `augment.tta_views`."""
+        x = self._input(inputs.images, None, table, is_training=False)
+        views = [self._outputs(state, pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
+        logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
+        mean = Function(_Traced(self._task.averaged), (example(*logits_VBK.shape),), name="views")
+        seen = [features for _, features in views if features is not None]
+        features = jnp.stack(seen).mean(axis=0) if seen else None
+        return self._evaluated(inputs, mean({}, {}, logits_VBK)[0], features)
 
-        if tta:
-            views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
-            logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
-            views_mean = Function(_Traced(self.task.averaged), (example(*logits_VBK.shape),), name="views")
-            logits = views_mean({}, {}, logits_VBK)[0]
-            seen = [features for _, features in views if features is not None]
-            features = jnp.stack(seen).mean(axis=0) if seen else None
-        else:
-            logits, features = outputs_of(x)
-        losses, _, predicted, probabilities = self._evaluation.results(logits, targets)
+    def _outputs(self, state: State, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return logits and, if known, the input of the head."""
+        weights, network = state.average or state, self._network(x.shape, is_training=False)
+        found = network({**weights.trained, **state.frozen}, weights.buffers, x)[0]
+        return found if isinstance(found, tuple) else (found, None)
+
+    def _evaluated(self, inputs: DeviceBatch, logits: jax.Array, features: jax.Array | None) -> Evaluated:
+        losses, _, predicted, probabilities = self._results(logits, inputs.targets)
         # NaN predictions for padding must not reach the sums.
-        loss_sum = jnp.where(mask > 0, losses, 0).sum()
+        loss_sum = jnp.where(inputs.weights > 0, losses, 0).sum()
         return Evaluated(loss_sum, predicted, probabilities, logits.astype(jnp.float32), features)
 
-
-class FrozenPrefix:
-    """The frozen prefix of a model as a JAX function of stored images; its output has channels last."""
-
-    def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
-        x = example(batch, recipe.channels, *recipe.image_sides)
-        self._function = Function(cut.prefix, (x,), name=recipe.model, precision=precision)
-        self._augment = Augmentation(recipe)
-        self.parameters = {name: to_array(p) for name, p in cut.prefix.named_parameters()}
-        self.buffers = {name: to_array(b) for name, b in cut.prefix.named_buffers()}
-
-    def __call__(self, parameters: Arrays, buffers: Arrays, images: jax.Array, transforms: Any) -> jax.Array:
-        output, _ = self._function(parameters, buffers, self._augment(images, transforms, is_training=True))
+    def prefix(self, state: State, inputs: DeviceBatch, table: None = None) -> jax.Array:
+        """Return the output of the cut's prefix for stored images, float32 [B, ...] with channels last."""
+        assert self._cut is not None
+        x = self._augment(inputs.images, inputs.transforms, is_training=True)
+        network = self._exported(self._cut.prefix, x.shape)
+        output, _ = network({**state.trained, **state.frozen}, state.buffers, x)
         return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
+
+
+def shapes_of(inputs: DeviceBatch, batch: int, steps: int | None = None) -> DeviceBatch:
+    """Return the shapes of a training batch of `batch` samples, or of `steps` of them; `inputs` are [1, B] of any B."""
+    front = () if steps is None else (steps,)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*front, batch, *a.shape[2:]), a.dtype), inputs)
+    rate, seed = jax.ShapeDtypeStruct(front, np.float32), jax.ShapeDtypeStruct((*front, 2), np.uint32)
+    return shapes._replace(learning_rate=rate, seed=seed)
 
 
 def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
@@ -291,20 +252,6 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
         return None
     set_train_mode(model, recipe.norm)
     return cut_frozen_prefix(model)
-
-
-class _Network(NamedTuple):
-    """The model after its frozen prefix, and its loss, as JAX functions of batches of one shape."""
-
-    model: Any
-    head: Function
-
-    def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
-        return self.head({}, {}, logits.astype(jnp.float32), targets)[0]
-
-
-def _images(images: Array, table: jax.Array | None) -> Any:
-    return images if table is None else jnp.take(table, images, axis=0, mode="clip")
 
 
 class _Traced(nn.Module):
