@@ -86,9 +86,9 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     flip = np.zeros(count, bool)
     if augment.flip:
         flip = (uniform(seed, Stream.FLIP, epoch // 2, (count, 1), start)[:, 0] < 0.5) ^ (epoch % 2 == 1)
+    (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
+    aspect = width / height
     if augment.is_affine:
-        (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
-        aspect = width / height
         maps = affine_maps(augment, draws, flip, aspect, stored_width / stored_height)
         if augment.only_shifts and recipe.image_sides == recipe.stored_sides:
             _to_whole_pixels(maps, augment.shift, draws[:, [SHIFT_X, SHIFT_Y]], np.array([width, height]))
@@ -108,9 +108,9 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
         found["color"] = colors[:, : 3 if augment.policy == "none" else None].astype(np.float32)
     if augment.erase:
         erase = uniform(seed, Stream.ERASE, epoch, (count, 5), start)
-        height, width = recipe.image_sides
-        boxes = erase_boxes(erase, width / height)
-        found["erase"] = np.where(erase[:, 4:] < augment.erase, boxes, 0).astype(np.float32)
+        low, high = ERASE_AREAS
+        sides = _sides(low + (high - low) * erase[:, 0], erase[:, 1], ERASE_ASPECTS, 1 / aspect)
+        found["erase"] = np.where(erase[:, 4:] < augment.erase, _boxes(*sides, erase[:, 2:4]), 0).astype(np.float32)
     if augment.mixup or augment.cutmix:
         found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4), start)).astype(np.float32)
     return found
@@ -148,11 +148,14 @@ def affine_maps(
     maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
     maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
     if augment.crop:
-        width, height, x, y = crop_boxes(augment.crop, draws, aspect / stored_aspect)
+        # Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842). The proportions of
+        # the content change by up to 4/3.
+        area = augment.crop + (1 - augment.crop) * draws[:, CROP_AREA]
+        width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect / stored_aspect)
         maps[:, 0] *= width[:, None]
         maps[:, 1] *= height[:, None]
-        maps[:, 0, 2] += x
-        maps[:, 1, 2] += y
+        maps[:, 0, 2] += (1 - width) * either_way[:, CROP_X]
+        maps[:, 1, 2] += (1 - height) * either_way[:, CROP_Y]
     return maps
 
 
@@ -167,17 +170,6 @@ def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
     """Otherwise a rotation of an image that is not square would shear it."""
     maps[:, 0, 1] /= aspect
     maps[:, 1, 0] *= aspect
-
-
-def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float) -> tuple[np.ndarray, ...]:
-    """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
-
-    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842). `aspect` is that of a
-    box, in fractions of the image, that preserves the proportions of its content: they change by up to 4/3.
-    """
-    area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
-    width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect)
-    return width, height, (1 - width) * (2 * draws[:, CROP_X] - 1), (1 - height) * (2 * draws[:, CROP_Y] - 1)
 
 
 def _sides(
@@ -225,13 +217,6 @@ def policy_operations(
         for column, (name, value) in enumerate(others.items(), pixels.POSTERIZE):
             colors[:, column] = np.where(drawn(name), value, colors[:, column])
     return maps, colors
-
-
-def erase_boxes(draws: np.ndarray, aspect: float) -> np.ndarray:
-    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio in pixels, two for the position."""
-    low, high = ERASE_AREAS
-    width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS, 1 / aspect)
-    return _boxes(width, height, draws[:, 2:4])
 
 
 def mixtures(augment: Augment, draws: np.ndarray) -> np.ndarray:
