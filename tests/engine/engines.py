@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
+from flatout.data.batches import Split
 from flatout.distributed.world import World
-from flatout.engine.base import Engine
+from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.torch.engine import TorchEngine
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 
 SIMULATED = 8
 # Eight devices show the most; every case is compiled, which takes seconds.
@@ -29,3 +32,13 @@ def make_engine(name: str, net: nn.Module, recipe: Recipe, *, world: World | Non
     from flatout.engine.xla.engine import XlaEngine
 
     return XlaEngine(net, recipe, devices=devices, **options)
+
+
+def train(
+    engine: Engine, recipe: Recipe, samples: Split, *, world: World | None = None, progress: Progress | None = None
+) -> DeviceDataset:
+    """Train an engine on samples from `progress` on; return them as the engine has placed them."""
+    placed = engine.place(samples)
+    placed.compile()
+    run_loop(engine, world or World(), recipe, {"train": placed}, progress or Progress(), LoopHooks())
+    return placed

@@ -13,12 +13,14 @@ from flatout.config import Recipe
 from flatout.data.batches import training_batches
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
+from flatout.engine.xla.program import DeviceBatch
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
-from tests.engine.engines import XLA, make_engine
+from tests.engine.engines import XLA, make_engine, train
 from tests.engine.plain_loop import plain_loop
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
+from tests.engine.test_prefix import frozen_net
 
 State = dict[str, torch.Tensor]
 SLOW = pytest.mark.slow
@@ -27,9 +29,7 @@ AUGMENTED = {"augment.rotate": 12.0, "augment.zoom": 0.2, "augment.shear": 0.2, 
 
 
 def trained(engine: Engine, recipe: Recipe, count: int = 70, **samples: Any) -> State:
-    placed = engine.place(make_samples(count, **samples))
-    placed.compile()
-    run_loop(engine, World(), recipe, {"train": placed}, Progress(), SILENT)
+    train(engine, recipe, make_samples(count, **samples))
     return engine.state()
 
 
@@ -98,9 +98,7 @@ def test_either_engine_goes_on_from_the_other(way: tuple[str, str], optimizer: s
         engine = make_engine(name, net, recipe)
         if state:
             engine.load_state(state)
-        placed = engine.place(make_samples(70))
-        placed.compile()
-        run_loop(engine, World(), recipe.override({"epochs": epochs}), {"train": placed}, progress, SILENT)
+        train(engine, recipe.override({"epochs": epochs}), make_samples(70), progress=progress)
         state = engine.state()
     assert state
     assert_same(state, expected)
@@ -145,26 +143,6 @@ def test_jax_settings_are_restored() -> None:
     engine = make_engine("xla 1", nn.Sequential(nn.Flatten(), nn.Linear(144, 5)), make_recipe())
     engine.place(make_samples()).compile()
     assert [getattr(jax.config, name) for name in names] == before
-
-
-def test_a_snapshot_keeps_what_later_steps_change() -> None:
-    recipe = make_recipe(shard="full", **{"optimizer.momentum": 0.9})
-    engine: Any = make_engine("xla 2", nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.Linear(6, 5)), recipe)
-    first = trained(engine, recipe.override({"epochs": 1}))
-    whole, weights = engine.snapshot(), engine.snapshot(weights_only=True)
-    later = trained(engine, recipe)
-    assert engine.is_finite()
-    assert_same(engine.state(whole), first, 0, 0)
-    engine.restore(weights)
-    mixed = engine.state()
-    for name, value in mixed.items():
-        assert torch.equal(value, (first if name.startswith("model.") else later)[name]), name
-    engine.restore(whole)
-    assert_same(engine.state(), first, 0, 0)
-    # A snapshot can be restored more than once, also after further steps.
-    trained(engine, recipe)
-    engine.restore(whole)
-    assert_same(engine.state(), first, 0, 0)
 
 
 @pytest.mark.slow
@@ -224,3 +202,14 @@ def test_a_loss_that_is_not_finite_names_its_step() -> None:
 def test_precision_that_the_platform_lacks() -> None:
     with pytest.raises(InputError, match="tf32"):
         make_engine("xla 1", make_net(), make_recipe(precision="tf32"))
+
+
+@pytest.mark.parametrize(("precision", "is_highest"), [("fp32", True), ("bf16", False)])
+def test_a_frozen_prefix_has_the_precision_of_the_recipe(precision: str, is_highest: bool) -> None:
+    """TPUs would round the factors of products to bfloat16, also those of the features that a head is fitted to."""
+    engine: Any = make_engine("xla 1", frozen_net(), make_recipe(precision=precision))
+    samples = {"targets": np.zeros(8, np.int32), "weights": np.ones(8, np.float32)}
+    inputs = DeviceBatch(images=np.zeros((8, 12, 12, 1), np.uint8), **samples)
+    program = engine.program
+    lowered = engine.sharding.lower(program, program.prefix, program.initial_state(), inputs).as_text()
+    assert ("HIGHEST" in lowered) == is_highest

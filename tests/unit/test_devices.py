@@ -123,15 +123,27 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host) -> None:
 RECIPE = Recipe(model="test", image_size=8, channels=1, epochs=10, batch_size=64)
 
 
-def chosen(spec: str, images: int = 60_000, seconds: float | None = None, **changes: object) -> factory.Processes:
+def chosen(spec: str, engine: str = "torch", *, seconds: float | None = None, **changes: object) -> factory.Processes:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    return factory.choose_processes(spec, RECIPE.override(changes), images, lambda: net, seconds=seconds)
+    return factory.choose_processes(spec, RECIPE.override(changes), 60_000, lambda: net, engine, seconds=seconds)
 
 
 def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
     host(cores=2)
     assert chosen("2xcpu").reason == ""
     assert chosen("3xcpu").reason == "--devices 3xcpu: 3 processes on 2 cores are slower than one per core"
+
+
+@pytest.mark.parametrize(("spec", "gpus", "is_said"), [("auto", 1, True), ("auto", 0, False), ("2xcpu", 1, False)])
+def test_xla_says_that_it_leaves_a_gpu_unused(
+    spec: str, gpus: int, is_said: bool, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(cuda=gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    processes = chosen(spec, "xla")
+    assert processes.devices.kind == "cpu"
+    said = "--devices auto: XLA uses no NVIDIA GPU, so it trains on the CPU; for the GPU: --engine torch"
+    assert processes.reason == (said if is_said else "")
 
 
 @pytest.mark.parametrize(
@@ -162,28 +174,23 @@ def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "spec", "reason"),
+    ("seconds", "budget", "spec", "reason"),
     [
-        ({1: 1e-6}, "cpu", "using 1 process with 4 threads (about 1 s)"),  # shorter than the start of processes
-        ({1: 1e-3, 4: 3e-3}, "4xcpu", "using 4 processes, one per core (about 8 min)"),
-        ({1: 1e-3, 4: 5e-3}, "cpu", "using 1 process with 4 threads (about 10 min)"),
+        ({1: 1e-6}, None, "cpu", "using 1 process with 4 threads (about 1 s)"),  # shorter than the start of processes
+        ({1: 1e-3, 4: 3e-3}, None, "4xcpu", "using 4 processes, one per core (about 8 min)"),
+        ({1: 1e-3, 4: 5e-3}, None, "cpu", "using 1 process with 4 threads (about 10 min)"),
+        # The start of processes takes its share of the minutes.
+        ({1: 1e-3, 4: 3.8e-3}, 60.0, "cpu", "using 1 process with 4 threads"),
+        ({1: 1e-3, 4: 3.8e-3}, 600.0, "4xcpu", "using 4 processes, one per core"),
     ],
 )
 def test_auto_measures_threads_and_processes(
-    seconds: dict[int, float], spec: str, reason: str, measured: dict[int, float]
+    seconds: dict[int, float], budget: float | None, spec: str, reason: str, measured: dict[int, float]
 ) -> None:
     measured |= seconds
-    processes = chosen("auto")
+    processes = chosen("auto", seconds=budget)
     assert str(processes.devices) == spec
     assert processes.reason == f"--devices auto: {reason}"
-
-
-@pytest.mark.parametrize(("seconds", "spec"), [(60.0, "cpu"), (600.0, "4xcpu")])
-def test_the_start_of_processes_takes_its_share_of_the_minutes(
-    seconds: float, spec: str, measured: dict[int, float]
-) -> None:
-    measured |= {1: 1e-3, 4: 3.8e-3}
-    assert str(chosen("auto", 100, seconds).devices) == spec
 
 
 def test_the_first_model_chooses_between_threads_and_processes(measured: dict[int, float]) -> None:
@@ -288,7 +295,7 @@ def test_the_estimate_computes_in_the_recipes_precision(
 def test_each_rank_of_a_launcher_has_a_device(host: Host) -> None:
     host(cuda=2)
     for spec, names in {"auto": ["cuda:0", "cuda:1", "cuda:0"], "cpu": ["cpu"] * 3, "3xcpu": ["cpu"] * 3}.items():
-        assert [factory.local_device(spec, rank, 3) for rank in range(3)] == names
-    assert [factory.local_device("cuda", rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]
+        assert factory.local_devices(spec, 3) == names
+    assert factory.local_devices("cuda", 2) == ["cuda:0", "cuda:1"]
     with pytest.raises(InputError, match="names 2 devices, but the launcher started 3 ranks here"):
-        factory.local_device("2xcuda", 0, 3)
+        factory.local_devices("2xcuda", 3)

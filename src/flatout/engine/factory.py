@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe
@@ -65,9 +66,13 @@ def choose_processes(
     that `build` returns, so both are measured. `seconds` is the time budget, if any.
     """
     devices = parse_devices(spec, engine)
-    if engine == "xla":
-        return Processes(devices=devices, threads=physical_cores())
     count, reason = len(devices.indices), ""
+    if engine == "xla":
+        import torch
+
+        if spec == "auto" and devices.kind == "cpu" and torch.cuda.device_count():
+            reason = "--devices auto: XLA uses no NVIDIA GPU, so it trains on the CPU; for the GPU: --engine torch"
+        return Processes(devices=devices, threads=physical_cores(), reason=reason)
     if spec != "auto":
         if devices.kind == "cpu" and count > usable_cores():
             reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
@@ -228,16 +233,15 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
             f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
             "here; start one for each host"
         )
-    ranks = range(found.local_size)
-    names = ["cpu"] if engine == "xla" else [local_device(spec, rank, found.local_size) for rank in ranks]
+    names = ["cpu"] if engine == "xla" else local_devices(spec, found.local_size)
     world = World(found, torch.device(names[found.local_rank]))
     shares_gpu = world.device.type == "cuda" and len(set(names)) < len(names)
     world.join(found, shares_gpu=shares_gpu, hang_timeout=hang_timeout)
     return world
 
 
-def local_device(spec: str, local_rank: int, local_size: int) -> str:
-    """Return the torch name of this rank's device if a launcher has started `local_size` ranks here."""
+def local_devices(spec: str, local_size: int) -> list[str]:
+    """Return the torch name of each rank's device if a launcher has started `local_size` ranks here."""
     devices = parse_devices(spec)
     if spec != "auto" and len(devices.indices) == 1 and ":" not in spec:
         devices = parse_devices(f"{local_size}x{devices.kind}")
@@ -246,7 +250,7 @@ def local_device(spec: str, local_rank: int, local_size: int) -> str:
         raise InputError(
             f"--devices {spec}: names {len(devices.indices)} devices, but the launcher started {local_size} ranks here"
         )
-    return devices.names[local_rank % len(devices.names)]
+    return list(islice(cycle(devices.names), local_size))
 
 
 def precisions(engine: str, world: "World") -> list[str]:
@@ -285,12 +289,10 @@ def make_engine(
         from flatout.engine.torch.engine import TorchEngine
 
         return TorchEngine(model, recipe, **common, **options)
-    from flatout.engine.xla.devices import find, find_on_all_hosts
+    from flatout.engine.xla.devices import find
 
     chosen = parse_devices(devices, engine)
-    found = (
-        find_on_all_hosts(chosen.kind, chosen.indices, world) if world.is_joined else find(chosen.kind, chosen.indices)
-    )
+    found = find(chosen.kind, chosen.indices, world)
     from flatout.engine.xla.engine import XlaEngine
 
     return XlaEngine(model, recipe, devices=found, **common)

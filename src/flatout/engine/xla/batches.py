@@ -113,47 +113,48 @@ class XlaDataset:
         self._engine, self.samples = engine, samples
         self.targets = engine.task.targets(samples.labels)
         self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
-        # The samples of a training batch, without padding.
-        self.batch = min(engine.recipe.batch_size, len(samples))
+        # The samples of a training batch, without padding and with it.
+        self._batch = min(engine.recipe.batch_size, len(samples))
+        self._padded = engine.sharding.padded(self._batch)
         self._transforms: Transforms | None = None
         self._pending: list[tuple[Group, int, float, int]] = []
         # The network's inputs by view of the images: in memory, and on every device, unless they are streamed.
         self._views: dict[int, tuple[Split, jax.Array | None]] = {}
         if engine.cut is None:
-            self._read_view(NOT_AUGMENTED, None)
+            self._read_view()
 
-    def _read_view(self, view: int, transforms: Transforms | None) -> None:
+    def _read_view(self, view: int = NOT_AUGMENTED, transforms: Transforms | None = None) -> None:
         """Read the images from now on; or the output of the frozen prefix for a view, computed the first time."""
         engine = self._engine
         if view not in self._views:
             read = self._prefix_outputs(transforms) if engine.cut else self.samples
             self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
-        self._read, self.table = self._views[view]
-        each = engine.sharding.padded(self.batch) // engine.sharding.size
-        image_bytes = self._read.nbytes // len(self._read) if self.table is None else 0
-        self._steps, self._run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
+        self._read, self._table = self._views[view]
+        image_bytes = self._read.nbytes // len(self._read) if self._table is None else 0
+        batch_bytes = self._padded // engine.sharding.size * image_bytes
+        self._steps, self._run_ahead = dispatch_limits(batch_bytes, engine.steps_per_dispatch)
 
     def _prefix_outputs(self, transforms: Transforms | None) -> Split:
         """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
-        self._read, self.table = self.samples, None
+        self._read, self._table = self.samples, None
         rows = [fetch(output)[:count] for output, count in self._results(self._engine.program.prefix, transforms)]
         features = np.concatenate(rows)
         return Split(images=features, rows=np.arange(len(features)), labels=self.samples.labels)
 
     def compile(self) -> None:
         self.begin_epoch(0)
-        engine, batch = self._engine, self._engine.sharding.padded(self.batch)
-        if padding := batch - self.batch:
+        engine = self._engine
+        if padding := self._padded - self._batch:
             engine.report(
-                f"each batch of {self.batch} samples is padded to {batch}, for equal parts on "
-                f"{engine.sharding.size} devices: {padding / batch:.0%} of the computation is wasted"
+                f"each batch of {self._batch} samples is padded to {self._padded}, for equal parts on "
+                f"{engine.sharding.size} devices: {padding / self._padded:.0%} of the computation is wasted"
             )
-        read = self._reader(batch, self._transforms, self._sample_weights)
-        _, example = read([next(evaluation_batches(len(self.samples), self.batch))])
+        read = self._reader(self._padded, self._transforms, self._sample_weights)
+        _, example = read([next(evaluation_batches(len(self.samples), self._batch))])
         if self._steps > 1:
             engine.report(f"{self._steps} steps per dispatch")
-            engine.compiled(engine.program.train_steps, shapes_of(example, batch, self._steps), self.table)
-        engine.compiled(engine.program.train_step, shapes_of(example, batch), self.table)
+            engine.compiled(engine.program.train_steps, shapes_of(example, self._padded, self._steps), self._table)
+        engine.compiled(engine.program.train_step, shapes_of(example, self._padded), self._table)
 
     def begin_epoch(self, epoch: int) -> None:
         engine, recipe = self._engine, self._engine.recipe
@@ -166,12 +167,12 @@ class XlaDataset:
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[Group, int]]:
         """See `DeviceDataset.feed`. A thread prefetches all batches of a dispatch into one array."""
-        world, batch = self._engine.world, self._engine.sharding.padded(self.batch)
-        if self.table is None:
+        world = self._engine.world
+        if self._table is None:
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
         items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
-        read = self._reader(batch, self._transforms, self._sample_weights)
+        read = self._reader(self._padded, self._transforms, self._sample_weights)
         for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
             for step in range(len(group[0])):
                 yield group, step
@@ -184,7 +185,7 @@ class XlaDataset:
             self._read,
             size=size,
             own=self._engine.sharding.own(size),
-            is_resident=self.table is not None,
+            is_resident=self._table is not None,
             targets=self.targets,
             transforms=transforms,
             sample_weights=sample_weights,
@@ -197,14 +198,14 @@ class XlaDataset:
         batches = evaluation_batches(len(self.samples), engine.evaluation_batch)
         for (batch,), inputs in prefetch(read, ([batch] for batch in batches)):
             engine.world.control.check_stop()
-            waiting.append((engine.call(function, _of_step(inputs, 0), self.table), batch.count))
+            waiting.append((engine.call(function, _of_step(inputs, 0), self._table), batch.count))
             if len(waiting) > RUN_AHEAD:
                 yield waiting.popleft()
         yield from waiting
 
     def draws(self, inputs: tuple[Group, int]) -> tuple[np.ndarray, Transforms]:
         (batches, _), step = inputs
-        batch, own = batches[step], self._engine.sharding.own(self._engine.sharding.padded(self.batch))
+        batch, own = batches[step], self._engine.sharding.own(self._padded)
         samples = batch.samples[own.start : min(own.stop, batch.count)]
         return samples, {name: table[samples] for name, table in (self._transforms or {}).items()}
 
@@ -227,16 +228,16 @@ class XlaDataset:
         halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
         inputs = groups[0][1]._replace(learning_rate=np.array(rates, np.float32), seed=halves)
         if len(pending) == self._steps > 1:
-            self._engine.train(inputs, self.table, self._run_ahead)
+            self._engine.train(inputs, self._table, self._run_ahead)
             return
         for number, ((_, group), step) in enumerate(zip(groups, steps, strict=True)):
             one = _of_step(group, step)._replace(learning_rate=inputs.learning_rate[number], seed=halves[number])
-            self._engine.train(one, self.table, self._run_ahead)
+            self._engine.train(one, self._table, self._run_ahead)
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
             return None
-        self._read_view(NOT_AUGMENTED, None)
+        self._read_view()
         return self._read.images
 
     def evaluate(
@@ -250,7 +251,7 @@ class XlaDataset:
         engine = self._engine
         engine.flush()
         if engine.cut:
-            self._read_view(NOT_AUGMENTED, None)
+            self._read_view()
         wanted = {"probabilities": with_probabilities, "logits": with_logits, "features": keep_features is not None}
         names = ["predicted", *(name for name, is_wanted in wanted.items() if is_wanted)]
         kept: dict[str, list[np.ndarray]] = {name: [] for name in names}

@@ -54,29 +54,6 @@ def require_compiler() -> None:
         raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
 
 
-def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list[Any]:
-    """Return the devices of all hosts of a run, grouped by host; see `find`.
-
-    Every host's process must call it, before anything else starts JAX there.
-    """
-    require()
-    import jax
-
-    launch = launched()
-    assert launch is not None
-    with _reserved_port(launch.address) if world.is_main else contextlib.nullcontext(0) as port:
-        place = f"{launch.address}:{world.broadcast_object(port)}"
-        with _settings(kind, max(indices) + 1):
-            jax.distributed.initialize(place, world.size, world.rank, coordinator_bind_address=place)
-    own = [device.id for device in find(kind, indices)]
-    chosen = world.all_gather_object(own)
-    if len(set(map(len, chosen))) > 1:
-        numbers = ", ".join(str(len(ids)) for ids in chosen)
-        raise InputError(f"--devices: every host must use the same number of devices, not {numbers}")
-    devices = (device for device in jax.devices(kind) if any(device.id in ids for ids in chosen))
-    return sorted(devices, key=lambda device: (device.process_index, device.id))
-
-
 @contextlib.contextmanager
 def _reserved_port(address: str) -> Iterator[int]:
     """Reserve a free port for JAX's coordinator, which shares it (SO_REUSEPORT) and is the only listener."""
@@ -87,12 +64,21 @@ def _reserved_port(address: str) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def find(kind: str, indices: Sequence[int]) -> list[Any]:
-    """Return devices of this host: `tpu`, or `cpu`, which are simulated on its cores. This starts JAX."""
+def find(kind: str, indices: Sequence[int], world: "World | None" = None) -> list[Any]:
+    """Return devices of this host, or of all hosts of a joined world, grouped by host. This starts JAX.
+
+    They are of the kind `tpu`, or `cpu`: simulated on the host's cores. All processes of the world must call this.
+    """
     require()
     import jax
 
-    wanted = max(indices) + 1
+    wanted, launch = max(indices) + 1, launched()
+    hosts = world if world is not None and world.is_joined else None
+    if hosts and launch:
+        with _reserved_port(launch.address) if hosts.is_main else contextlib.nullcontext(0) as port:
+            place = f"{launch.address}:{hosts.broadcast_object(port)}"
+            with _settings(kind, wanted):
+                jax.distributed.initialize(place, hosts.size, hosts.rank, coordinator_bind_address=place)
     try:
         with _settings(kind, wanted):
             found = jax.local_devices(backend=kind)
@@ -107,7 +93,15 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
             f"JAX_NUM_CPU_DEVICES={wanted} in its environment"
         )
         raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available{fix if kind == 'cpu' else ''}")
-    return [found[index] for index in indices]
+    own = [found[index] for index in indices]
+    if hosts is None:
+        return own
+    chosen = hosts.all_gather_object([device.id for device in own])
+    if len(set(map(len, chosen))) > 1:
+        numbers = ", ".join(str(len(ids)) for ids in chosen)
+        raise InputError(f"--devices: every host must use the same number of devices, not {numbers}")
+    devices = (device for device in jax.devices(kind) if any(device.id in ids for ids in chosen))
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 @contextlib.contextmanager

@@ -34,25 +34,18 @@ class SampleMask(NamedTuple):
     groups: int = 1
 
 
-class Keys:
-    """Provides a new key for each random operation, by the method that torchax's lowerings call."""
+class Call:
+    """What the operations of one call of a model share: the samples that count, and the key of random numbers."""
 
-    def __init__(self, key: jax.Array | None) -> None:
-        self._key = key
+    def __init__(self, batch: int, mask: SampleMask | None, key: jax.Array | None) -> None:
+        self.batch, self.mask, self._key = batch, mask, key
 
     def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
+        """Return a new key for each random operation; torchax's lowerings call this, too."""
         if self._key is None:
             raise TypeError("the module draws random numbers: pass a key")
         self._key, key = jax.random.split(self._key)
         return key
-
-
-class Call(NamedTuple):
-    """What the operations of one call of a model share."""
-
-    keys: Keys
-    mask: SampleMask | None
-    batch: int
 
 
 def _batch_norm(
@@ -166,7 +159,7 @@ def is_plain_pool(node: torch.fx.Node) -> bool:
 def _native_dropout(call: Call, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, None]:
     if not train or p == 0:
         return x, None
-    kept = jax.random.bernoulli(call.keys.get_and_rotate_prng_key(), 1 - p, x.shape)
+    kept = jax.random.bernoulli(call.get_and_rotate_prng_key(), 1 - p, x.shape)
     return jnp.where(kept, x / (1 - p), 0), None
 
 
@@ -229,7 +222,7 @@ class Function:
             values[place] = parameters[name] if name in parameters else buffers[name]
         for place, given in zip(self._user_inputs, inputs, strict=True):
             values[str(place)] = given
-        call = Call(Keys(key), mask, self._batch)
+        call = Call(self._batch, mask, key)
         with warnings.catch_warnings():
             # torch counts in 64 bits, JAX in 32.
             warnings.filterwarnings("ignore", "Explicitly requested dtype")
@@ -261,7 +254,7 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
             "use --engine torch, or another operation"
         )
     function, needs_keys = found.func, found.needs_env
-    return lambda call, *args, **kwargs: function(*args, **kwargs, **({"env": call.keys} if needs_keys else {}))
+    return lambda call, *args, **kwargs: function(*args, **kwargs, **({"env": call} if needs_keys else {}))
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> torch.export.ExportedProgram:

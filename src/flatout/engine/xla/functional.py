@@ -5,7 +5,7 @@ Shape letters: B batch, H height, W width, C channels, P rows and Q columns of t
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,13 @@ from flatout.engine import pixels
 from flatout.utils.errors import InputError
 
 Arrays = dict[str, jax.Array]
-OptimizerState = dict[str, Any]  # see `UpdateRule`
+
+
+class OptimizerState(NamedTuple):
+    """The steps taken, int32 [], and arrays like the parameters under torch's keys."""
+
+    count: Any
+    arrays: dict[str, Arrays]
 
 
 # --- augmentation -----------------------------------------------------------------------------------------------------
@@ -34,10 +40,8 @@ class Augmentation:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
         self._size, self._eval_size = recipe.image_sides, recipe.eval_sides
         self._scale, self._bias = 1 / (255 * std), -mean / std
-        if recipe.augment.rotate or recipe.augment.policy != "none":
-            self._products = _turned
-        else:
-            self._products = _sheared if recipe.augment.shear else _upright
+        is_turned = recipe.augment.rotate or recipe.augment.policy != "none"
+        self._products = _turned if is_turned else functools.partial(_unturned, shear=bool(recipe.augment.shear))
 
     def __call__(self, images_BHWC: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return float32 [B, C, H, W] from uint8 or uint16, with the batch's rows of `epoch_transforms`, if any."""
@@ -60,7 +64,7 @@ class Augmentation:
             x = pixels.recolor(jnp, x, transforms["color"], _count_darker)
         x = x * self._scale + self._bias
         if "erase" in transforms:
-            x = jnp.where(_inside(transforms["erase"], x)[..., None], 0, x)
+            x = jnp.where(_inside(transforms["erase"], *x.shape[1:3])[..., None], 0, x)
         return x.transpose(0, 3, 1, 2)
 
 
@@ -74,15 +78,14 @@ def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
 
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
     """See `engine.augment.mix`."""
-    is_inside = _inside(rows_B6[:, 1:5], images_BCHW.transpose(0, 2, 3, 1))[:, None]
+    is_inside = _inside(rows_B6[:, 1:5], *images_BCHW.shape[2:])[:, None]
     weight = pixels.partner_weight(is_inside, rows_B6[:, 0, None, None, None])
     return images_BCHW + weight * (partners_BCHW - images_BCHW)
 
 
-def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
+def _inside(boxes_B4: jax.Array, height: int, width: int) -> jax.Array:
     """Return the mask of a box in each image, bool [B, H, W]."""
-    height, width = (jnp.arange(length) for length in images_BHWC.shape[1:3])
-    return pixels.inside(boxes_B4, height, width)
+    return pixels.inside(boxes_B4, jnp.arange(height), jnp.arange(width))
 
 
 def _fetched(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
@@ -93,20 +96,14 @@ def _fetched(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> 
     return jax.vmap(lambda image_HW: map_coordinates(image_HW, positions, 1, "nearest"), 2, 2)(image_HWC)
 
 
-def _upright(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Apply a map without rotation and shear: one product per side."""
+def _unturned(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int], *, shear: bool) -> jax.Array:
+    """Apply a map without rotation: rows stay rows, with a product per side; with shear, each has its own weights."""
     height, width, _ = image_HWC.shape
-    rows_PH = _weights(_positions(affine[1], 0, _centres(size[0]), height), height)
-    columns_QW = _weights(_positions(affine[0], _centres(size[1]), 0, width), width)
-    return _product("pwc,qw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_QW)
-
-
-def _sheared(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Apply a map without rotation: rows stay rows, and each has its own weights."""
-    height, width, _ = image_HWC.shape
-    rows_PH = _weights(_positions(affine[1], 0, _centres(size[0]), height), height)
-    columns_PQW = _weights(_positions(affine[0], _centres(size[1]), _centres(size[0])[:, None], width), width)
-    return _product("pwc,pqw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_PQW)
+    y, x = map(_centres, size)
+    rows_PH = _weights(_positions(affine[1], 0, y, height), height)
+    columns = _weights(_positions(affine[0], x, y[:, None] if shear else 0, width), width)
+    subscripts = "pwc,pqw->pqc" if shear else "pwc,qw->pqc"
+    return _product(subscripts, _product("hwc,ph->pwc", image_HWC, rows_PH), columns)
 
 
 def _turned(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
@@ -148,10 +145,7 @@ def _product(subscripts: str, *operands: jax.Array) -> jax.Array:
 
 
 class UpdateRule:
-    """A torch optimizer: from gradients to the direction that is subtracted, times the learning rate.
-
-    The state is a dictionary: the steps taken (`count`), and arrays per parameter under torch's keys.
-    """
+    """A torch optimizer: from gradients to the direction that is subtracted, times the learning rate."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.is_of_library:
@@ -167,16 +161,17 @@ class UpdateRule:
         keys = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
         self._keys = keys.get(self._name, ("momentum_buffer",) if self._momentum else ())
 
-    def init(self, parameters: Arrays) -> OptimizerState:
-        zeros: OptimizerState = {key: jax.tree.map(jnp.zeros_like, parameters) for key in self._keys}
-        return {"count": jnp.zeros((), jnp.int32), **zeros}
+    def init(self, parameters: Any) -> OptimizerState:
+        """Return the state before the first step for parameters on the host."""
+        zeros = {key: jax.tree.map(np.zeros_like, parameters) for key in self._keys}
+        return OptimizerState(np.zeros((), np.int32), zeros)
 
     def update(self, gradients: Arrays, state: OptimizerState, parameters: Arrays) -> tuple[Arrays, OptimizerState]:
         """Return the directions, and the new state."""
-        count, directions = state["count"] + 1, {}
-        new: OptimizerState = {"count": count, **{key: {} for key in self._keys}}
+        count, directions = state.count + 1, {}
+        new: dict[str, Arrays] = {key: {} for key in self._keys}
         for name, gradient in gradients.items():
-            kept = [state[key][name] for key in self._keys]
+            kept = [state.arrays[key][name] for key in self._keys]
             if self._decay and self._name != "adamw":
                 gradient = gradient + self._decay * parameters[name]
             directions[name], kept = self._direct(gradient, kept, count)
@@ -184,7 +179,7 @@ class UpdateRule:
                 directions[name] = directions[name] + self._decay * parameters[name]
             for key, value in zip(self._keys, kept, strict=True):
                 new[key][name] = value
-        return directions, new
+        return directions, OptimizerState(count, new)
 
     def _direct(
         self, gradient: jax.Array, kept: list[jax.Array], count: jax.Array
@@ -205,27 +200,21 @@ class UpdateRule:
 
 def to_torch(state: OptimizerState) -> dict[str, np.ndarray]:
     """Return the optimizer state in torch's layout: arrays by `NAME.KEY`, none before the first step."""
-    arrays: dict[str, np.ndarray] = {}
-    if not int(state["count"]):
-        return arrays
-    for key, kept in _arrays_by_key(state).items():
-        for name, value in kept.items():
-            arrays[f"{name}.{key}"] = np.asarray(value)
+    found: dict[str, np.ndarray] = {}
+    for key, arrays in state.arrays.items() if int(state.count) else ():
+        for name, value in arrays.items():
+            found[f"{name}.{key}"] = np.asarray(value)
             if key != "momentum_buffer":
-                arrays[f"{name}.step"] = np.asarray(state["count"], np.float32)
-    return arrays
+                found[f"{name}.step"] = np.asarray(state.count, np.float32)
+    return found
 
 
 def from_torch(state: OptimizerState, arrays: Mapping[str, np.ndarray]) -> OptimizerState:
-    """Return a state of the same structure with torch's optimizer state; zero where that is missing."""
-    count, new = 0, {}
-    for key, zeros in _arrays_by_key(state).items():
-        new[key] = {name: arrays.get(f"{name}.{key}", np.zeros(v.shape, v.dtype)) for name, v in zeros.items()}
+    """Return an initial state with torch's optimizer state, where there is one."""
+    count, new = 0, dict[str, Any]()
+    for key, zeros in state.arrays.items():
+        new[key] = {name: arrays.get(f"{name}.{key}", zero) for name, zero in zeros.items()}
         # Plain momentum has no step count; a state implies at least one step.
         steps = [int(arrays.get(f"{name}.step", np.float32(f"{name}.{key}" in arrays))) for name in zeros]
         count = max([count, *steps])
-    return {"count": np.int32(count), **new}
-
-
-def _arrays_by_key(state: OptimizerState) -> dict[str, Arrays]:
-    return {key: arrays for key, arrays in state.items() if key != "count"}
+    return OptimizerState(np.int32(count), new)

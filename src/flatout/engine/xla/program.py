@@ -147,12 +147,10 @@ class Program:
         trained: Any = {name: to_array(p) for name, p in parameters.items() if p.requires_grad}
         frozen: Any = {name: to_array(p) for name, p in parameters.items() if name not in trained}
         buffers: Any = {name: to_array(b) for name, b in self._model.named_buffers()}
-        shapes = jax.eval_shape(self._optimizer.init, trained)
-        optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         average: Any = None
         if self._recipe.ema:
             average = Average(np.asarray(self._recipe.averaged_steps, np.float32), dict(trained), dict(buffers))
-        return State(trained, frozen, buffers, optimizer, average)
+        return State(trained, frozen, buffers, self._optimizer.init(trained), average)
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Return the state after one batch, and sums of losses, weights, the task's metric and samples, float32 [4]."""
@@ -232,10 +230,16 @@ class Program:
     def prefix(self, state: State, inputs: DeviceBatch, table: None = None) -> jax.Array:
         """Return the output of the cut's prefix for stored images, float32 [B, ...] with channels last."""
         assert self._cut is not None
-        x = self._augment(inputs.images, inputs.transforms, is_training=True)
-        network = self._exported(self._cut.prefix, x.shape)
-        output, _ = network({**state.trained, **state.frozen}, state.buffers, x)
+        x, prefix = self._augment(inputs.images, inputs.transforms, is_training=True), self._cut.prefix
+        names = {id(tensor): name for name, tensor in _tensors(self._model)}
+        values = {**state.trained, **state.frozen, **state.buffers}
+        own = {name: values[names[id(tensor)]] for name, tensor in _tensors(prefix)}
+        output, _ = self._exported(prefix, x.shape)(own, {}, x)
         return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def shapes_of(inputs: DeviceBatch, batch: int, steps: int | None = None) -> DeviceBatch:
