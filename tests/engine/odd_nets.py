@@ -10,36 +10,31 @@ class Seeded(nn.Module):
         torch.manual_seed(3)
 
 
-class FrozenStem(Seeded):
+class FrozenStem(nn.Sequential):
     """Its first layers are frozen, so that the engine computes their output once and caches it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2)).requires_grad_(False)
-        self.head = nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.stem(x))
+        torch.manual_seed(3)
+        stem = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2)).requires_grad_(False)
+        super().__init__(stem, nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5))
 
 
-class FlatFrozenStem(FrozenStem):
+class FlatFrozenStem(nn.Sequential):
     """What is cached is no image: its rows have no channels to be moved."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Flatten(), nn.Linear(144, 20), nn.ReLU()).requires_grad_(False)
-        self.head = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+        torch.manual_seed(3)
+        stem = nn.Sequential(nn.Flatten(), nn.Linear(144, 20), nn.ReLU()).requires_grad_(False)
+        super().__init__(stem, nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
 
 
-class Deep(Seeded):
+class Deep(nn.Sequential):
     """Has a 3D convolution, whose weights have no channels_last order."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.deep, self.out = nn.Conv2d(1, 4, 3), nn.Conv3d(1, 2, 3), nn.Linear(2 * 2 * 8 * 8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.relu(self.deep(self.first(x)[:, None])).flatten(1))
+        torch.manual_seed(3)
+        deep = (nn.Unflatten(1, (1, 4)), nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Flatten())
+        super().__init__(nn.Conv2d(1, 4, 3), *deep, nn.Linear(2 * 2 * 8 * 8, 5))
 
 
 class SpareParts(Seeded):

@@ -10,13 +10,11 @@ from torch import nn
 from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
-from tests.engine.engines import make_engine
+from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import (
-    SILENT,
     assert_close,
     engine_weights,
     make_net,
@@ -37,11 +35,11 @@ MIXED = {
 
 
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])
-def test_equals_a_plain_loop(engine: str) -> None:
-    samples, recipe = make_samples(), make_recipe(**MIXED)
-    expected = plain_loop(make_net(), samples, recipe).state
-    found = engine_weights(make_net(), samples, recipe, engine)
-    assert_close(found, expected)
+def test_equals_a_plain_loop_with_class_weights(engine: str) -> None:
+    samples, recipe, weights = make_samples(), make_recipe(**MIXED, drop_last=True), [0.5, 1.0, 2.0, 1.0, 1.0]
+    expected = plain_loop(make_net(), samples, recipe, class_weights=torch.tensor(weights)).state
+    class_weights = np.array(weights, np.float32)
+    assert_close(engine_weights(make_net(), samples, recipe, engine, class_weights=class_weights), expected)
 
 
 @pytest.mark.parametrize("changes", [{"data.placement": "disk"}, {"norm": "per-device", "micro_batch": 8}])
@@ -93,15 +91,10 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
 
     first, second = (make_engine(engine, make_net(), recipe) for _ in range(2))
     progress = Progress()
-    placed = first.place(samples)
-    placed.compile()
-    run_loop(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
-    halfway = first.state()
+    train(first, recipe.override({"epochs": 1}), samples, progress=progress)
+    second.load_state(first.state())
     first.close()
-    placed = second.place(samples)
-    placed.compile()
-    second.load_state(halfway)
-    run_loop(second, World(), recipe, {"train": placed}, progress, SILENT)
+    placed = train(second, recipe, samples, progress=progress)
     found = second.state()
     for name, value in expected.items():
         if "num_batches" not in name:
@@ -116,9 +109,7 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
 def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
     recipe = make_recipe(**{**MIXED, **AVERAGED}, shard=shard)
     engine = TorchEngine(make_net(), recipe, world=world)
-    placed = engine.place(make_samples())
-    run_loop(engine, world, recipe, {"train": placed}, Progress(), SILENT)
-    correct = placed.evaluate().metrics["correct"]
+    correct = train(engine, recipe, make_samples(), world=world).evaluate().metrics["correct"]
     state = {name: value.numpy() for name, value in engine.state().items()}
     engine.close()
     return {**state, "correct": np.array(correct)}

@@ -18,14 +18,12 @@ from flatout.config import Optimizer, Recipe
 from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
-from tests.engine.engines import make_engine
+from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import (
-    SILENT,
     assert_close,
     engine_weights,
     make_net,
@@ -101,8 +99,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     samples, recipe = make_samples(40), library_recipe(name, **({"momentum": 0.9} if has_momentum else {}))
 
     def engine_after(epochs: int, progress: Progress, engine: TorchEngine) -> TorchEngine:
-        shorter = recipe.override({"epochs": epochs})
-        run_loop(engine, World(), shorter, {"train": engine.place(samples)}, progress, SILENT)
+        train(engine, recipe.override({"epochs": epochs}), samples, progress=progress)
         return engine
 
     whole = engine_after(2, Progress(), TorchEngine(flat_net(), recipe))

@@ -11,12 +11,11 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.tasks import task_of
-from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
-from tests.engine.engines import make_engine
+from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import SILENT, assert_close, make_net, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import assert_close, make_net, make_recipe, make_samples
 
 LABEL_MEAN, LABEL_STD = 30.0, 8.0
 SEVERAL = {"task": "multi-label", "loss": "binary-cross-entropy", "optimizer.lr": 0.3}
@@ -51,9 +50,7 @@ def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dic
     samples, task, progress = samples_of(recipe), task_of(recipe), Progress()
     weights = task.class_weights(samples.labels, 5) if task.is_balanced else None
     made = make_engine(engine, net_of(recipe), recipe, world=world, class_weights=weights)
-    placed = made.place(samples)
-    placed.compile()
-    run_loop(made, world, recipe, {"train": placed}, progress, SILENT)
+    placed = train(made, recipe, samples, world=world, progress=progress)
     state, result = made.state(), placed.evaluate(with_probabilities=True)
     made.close()
     return {

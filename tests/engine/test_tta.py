@@ -1,5 +1,6 @@
 """Test-time augmentation on both engines, against views moved and averaged by hand in NumPy."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.engine.base import Evaluation
-from flatout.engine.torch.engine import TorchEngine
 from tests.engine.engines import make_engine
 from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
@@ -48,41 +48,37 @@ def assert_is_mean(result: Evaluation, expected: np.ndarray, samples: Split) -> 
     assert result.loss_sum == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize(("engine", "flip"), [("torch", False), ("torch", True), ("xla 8", True)])
-def test_probabilities_are_the_mean_over_the_views(engine: str, flip: bool) -> None:
-    samples, recipe = make_samples(), make_recipe(**{"augment.flip": flip})
-    made = make_engine(engine, make_net(), recipe)
-    placed = made.place(samples)
-    assert_is_mean(
-        placed.evaluate(with_probabilities=True, tta=True), mean_by_hand(make_net(), samples.images, recipe), samples
-    )
-    plain = placed.evaluate(with_probabilities=True).probabilities
-    made.close()
-    assert plain is not None
-    with torch.no_grad():
-        expected = make_net().eval()(normalised(samples, recipe)).softmax(1)
-    np.testing.assert_allclose(plain, expected, atol=1e-5)
-
-
 def one_logit() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Conv2d(1, 2, 9, stride=9), nn.ReLU(), nn.Flatten(), nn.Linear(98, 1))
 
 
-@pytest.mark.parametrize("engine", ["torch", "xla 8"])
-def test_a_single_logit_and_images_that_move_by_two_pixels(engine: str) -> None:
-    samples = make_samples(20, size=64, classes=2)
-    recipe = make_recipe(image_size=64, loss="binary-cross-entropy", **{"augment.flip": True})
-    made = make_engine(engine, one_logit(), recipe)
-    result = made.place(samples).evaluate(with_probabilities=True, tta=True)
+FLIP = {"augment.flip": True}
+BINARY = {**FLIP, "image_size": 64, "loss": "binary-cross-entropy"}
+# Large images move by two pixels. The output of a frozen prefix is cached, and the views pass the prefix all the same.
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, int]]] = {
+    "as they are": (make_net, {}, {}),
+    "mirrored": (make_net, FLIP, {}),
+    "by two pixels": (one_logit, BINARY, {"size": 64, "classes": 2}),
+    "frozen prefix": (frozen_net, {}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"), [*(("torch", case) for case in CASES), ("xla 8", "mirrored"), ("xla 8", "by two pixels")]
+)
+def test_probabilities_are_the_mean_over_the_views(engine: str, case: str) -> None:
+    make, changes, shape = CASES[case]
+    samples, recipe = make_samples(70, **shape), make_recipe(**changes)
+    made = make_engine(engine, make(), recipe)
+    placed = made.place(samples)
+    result = placed.evaluate(with_probabilities=True, tta=True)
+    assert_is_mean(result, mean_by_hand(make(), samples.images, recipe), samples)
+    plain = placed.evaluate(with_logits=True).logits
     made.close()
-    assert_is_mean(result, mean_by_hand(one_logit(), samples.images, recipe), samples)
-
-
-def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
-    samples, recipe, net = make_samples(), make_recipe(), frozen_net()
-    result = TorchEngine(net, recipe).place(samples).evaluate(with_probabilities=True, tta=True)
-    assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
+    assert plain is not None
+    with torch.no_grad():
+        np.testing.assert_allclose(plain, make().eval()(normalised(samples, recipe)), atol=1e-5)
 
 
 def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from flatout.engine import augment, pixels
 from flatout.utils.random import Stream, uniform
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
+WIDE = (96, 160)
 Size = int | tuple[int, int]
 
 
@@ -40,22 +41,6 @@ def tables_of(settings: Augment, count: int, epoch: int = 0, size: Size = 16, st
 
 def rows_of(settings: Augment, count: int, **options: Any) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(table) for name, table in tables_of(settings, count, **options).items()}
-
-
-def test_normalisation_is_mean_and_std() -> None:
-    images = pictures()
-    mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.4])
-    expected = (plain(images) / 255 - mean[:, None, None]) / std[:, None, None]
-    found = augment.apply(images, None, 1 / (255 * std), -mean / std)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_mirror_alone_is_exact() -> None:
-    images, flags = pictures(), torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.uint8)
-    found = augment.apply(images, {"flip": flags}, ONE, ZERO)
-    for i, flag in enumerate(flags):
-        assert torch.equal(found[i], plain(images)[i].flip(2) if flag else plain(images)[i])
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -176,15 +161,21 @@ def test_a_policy_draws_every_operation(policy: Any) -> None:
     assert recolored.any(0 if recolored.ndim > 1 else -1)
 
 
-def test_erased_rectangles_get_the_mean_and_have_their_share() -> None:
+def test_erased_rectangles_get_the_mean_and_have_their_share_and_the_aspect_of_pixels() -> None:
     mean, std = torch.full((3,), 0.5), torch.full((3,), 0.25)
-    images = torch.full((400, 32, 32, 3), 255, dtype=torch.uint8)
-    found = augment.apply(images, rows_of(Augment(erase=0.25), 400), 1 / (255 * std), -mean / std)
+    images = torch.full((400, *WIDE, 3), 255, dtype=torch.uint8)
+    rows = rows_of(Augment(erase=0.25), 400, size=WIDE)
+    found = augment.apply(images, rows, 1 / (255 * std), -mean / std)
     erased = (found == 0).all(1)
     assert torch.equal(erased | (found == 2).all(1), torch.ones_like(erased))
     share = erased.flatten(1).float().mean(1)
     assert float((share > 0).float().mean()) == pytest.approx(0.25, abs=0.06)
     assert float(share.max()) < 0.4
+    top, left, bottom, right = rows_of(Augment(erase=1.0), 2000, size=WIDE)["erase"].T
+    free = (right - left < 1) & (bottom - top < 1)
+    aspects = ((right - left) * 160 / ((bottom - top) * 96))[free]
+    assert 0.3 - 1e-4 <= aspects.min() < 0.33
+    assert 3 < aspects.max() <= 10 / 3 + 1e-4
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])
@@ -202,12 +193,13 @@ def test_mixtures_have_the_labels_share_of_the_pixels(mixup: float, cutmix: floa
 # --- images stored larger than the model takes them -------------------------------------------------------------------
 
 
-def test_evaluation_takes_the_centre() -> None:
-    images = pictures(size=20)
+def test_evaluation_takes_the_centre_and_a_mirror_image_is_exact() -> None:
+    images, flags = pictures(size=20), torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.uint8)
     found = augment.apply(images, None, ONE, ZERO, (16, 16))
     assert torch.equal(found, plain(images)[:, :, 2:-2, 2:-2])
-    flags = torch.ones(len(images), dtype=torch.uint8)
-    assert torch.equal(augment.apply(images, {"flip": flags}, ONE, ZERO, (16, 16)), found.flip(3))
+    mirrored = augment.apply(images, {"flip": flags}, ONE, ZERO, (16, 16))
+    for image, own, flag in zip(mirrored, found, flags, strict=True):
+        assert torch.equal(image, own.flip(2) if flag else own)
     wide = pictures(1, (120, 180))
     assert torch.equal(augment.apply(wide, None, ONE, ZERO, WIDE), plain(wide)[:, :, 12:108, 10:170])
 
@@ -227,11 +219,11 @@ def test_maps_show_the_centre_and_crops_any_part() -> None:
 
 def test_16_bits_are_0_to_255_with_fractions() -> None:
     deep = torch.from_numpy(np.random.default_rng(0).integers(0, 65536, (2, 6, 8, 5)).astype(np.uint16))
-    scale, bias = torch.full((5,), 1 / (255 * 0.25)), torch.full((5,), -0.5 / 0.25)
-    expected = (deep.to(torch.float64) / 65535 - 0.5) / 0.25
-    torch.testing.assert_close(
-        augment.apply(deep, None, scale, bias).double(), expected.permute(0, 3, 1, 2), atol=2e-6, rtol=0
-    )
+    mean, std = torch.linspace(0.3, 0.7, 5), torch.linspace(0.2, 0.4, 5)
+    expected = (deep.to(torch.float64) / 65535 - mean) / std
+    normalised = augment.apply(deep, None, 1 / (255 * std), -mean / std)
+    torch.testing.assert_close(normalised.double(), expected.permute(0, 3, 1, 2), atol=2e-6, rtol=0)
+    assert normalised.is_contiguous(memory_format=torch.channels_last)
     rows = torch.tensor([[1.2, 0.7, 1.3]] * 2)
     found = augment.apply(deep, {"color": rows}, torch.ones(5), torch.zeros(5)).permute(0, 2, 3, 1).double()
     brighter = (deep.to(torch.float64) / 257 * 1.2).clip(0, 255)
@@ -249,8 +241,6 @@ def test_tables_do_not_depend_on_the_samples_at_once(monkeypatch: pytest.MonkeyP
 
 
 # --- images that are no squares: angles and aspect ratios are those of pixels -----------------------------------------
-
-WIDE = (96, 160)
 
 
 def by_hand(image_HWC: np.ndarray, turn: np.ndarray) -> np.ndarray:
@@ -294,11 +284,3 @@ def test_crops_distort_wide_images_as_little_as_squares(stored: tuple[int, int])
     distorted = (across * stored[1] / 160) / (down * stored[0] / 96)
     assert 3 / 4 - 1e-6 <= distorted[free].min() < 0.77
     assert 1.3 < distorted[free].max() <= 4 / 3 + 1e-6
-
-
-def test_erased_boxes_have_the_aspect_of_pixels() -> None:
-    top, left, bottom, right = tables_of(Augment(erase=1.0), 2000, size=WIDE)["erase"].T
-    free = (right - left < 1) & (bottom - top < 1)
-    aspects = ((right - left) * 160 / ((bottom - top) * 96))[free]
-    assert 0.3 - 1e-4 <= aspects.min() < 0.33
-    assert 3 < aspects.max() <= 10 / 3 + 1e-4

@@ -20,13 +20,6 @@ def rates(changes: dict[str, object]) -> list[float]:
     return [learning_rate(recipe, step, STEPS) for step in range(recipe.epochs * STEPS)]
 
 
-def test_warm_up_rises_to_the_full_rate() -> None:
-    found = rates({"schedule.warmup_epochs": 2.0})
-    assert found[:14] == sorted(found[:14])
-    assert 0 < found[0] < 0.05
-    assert found[14:] == [0.5] * 56
-
-
 TORCHS: dict[str, tuple[dict[str, object], Callable[[Any], Any]]] = {
     "cosine": (
         {"schedule.final_factor": 0.1},
@@ -77,11 +70,14 @@ def test_a_larger_batch_scales_the_rate_as_suits_the_optimizer(optimizer: str, s
     assert rates({**LARGE, "optimizer.name": optimizer, "optimizer.lr": 0.5})[-1] == 0.5 * scale
 
 
-def test_a_larger_batch_warms_up_from_the_unscaled_rate() -> None:
-    found = rates({**LARGE, "schedule.warmup_epochs": 3.0})
-    rise = [after - before for before, after in itertools.pairwise([0.5, *found[:22]])]
-    assert all(math.isclose(step, 1.5 / 22) for step in rise)
-    assert found[21:] == [2.0] * 49
+@pytest.mark.parametrize(("changes", "start", "full"), [({}, 0.0, 0.5), (LARGE, 0.5, 2.0)])
+def test_a_warm_up_rises_to_the_full_rate_from_0_or_the_unscaled_rate(
+    changes: dict[str, object], start: float, full: float
+) -> None:
+    found = rates({**changes, "schedule.warmup_epochs": 3.0})
+    rise = [after - before for before, after in itertools.pairwise([start, *found[:22]])]
+    assert all(math.isclose(step, (full - start) / 22) for step in rise)
+    assert found[21:] == [full] * 49
 
 
 @pytest.mark.parametrize(("epochs", "warmup_steps"), [(5, 4), (10, 7), (50, 35), (90, 35)])
