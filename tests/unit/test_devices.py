@@ -142,7 +142,7 @@ def test_xla_says_that_it_leaves_a_gpu_unused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     processes = chosen(spec, "xla")
     assert processes.devices.kind == "cpu"
-    said = "--devices auto: XLA uses no NVIDIA GPU, so it trains on the CPU; for the GPU: --engine torch"
+    said = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
     assert processes.reason == (said if is_said else "")
 
 

@@ -71,7 +71,7 @@ def choose_processes(
         import torch
 
         if spec == "auto" and devices.kind == "cpu" and torch.cuda.device_count():
-            reason = "--devices auto: XLA uses no NVIDIA GPU, so it trains on the CPU; for the GPU: --engine torch"
+            reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
         return Processes(devices=devices, threads=physical_cores(), reason=reason)
     if spec != "auto":
         if devices.kind == "cpu" and count > usable_cores():

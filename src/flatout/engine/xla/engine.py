@@ -1,4 +1,4 @@
-"""The XLA engine: trains on TPUs, GPUs or simulated devices, all devices of a host driven by one process.
+"""The XLA engine: trains on TPUs or simulated devices, all devices of a host driven by one process.
 
 Arrays are global: a batch is split equally over the devices, weights are replicated or sliced (`shard = "full"`), and
 XLA adds the communication between devices to the program. Programs are compiled before training, for fixed shapes.
