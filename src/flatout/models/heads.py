@@ -6,8 +6,9 @@ a convolution, before or after the pooling, follow a norm or hidden layers, or b
 Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
@@ -85,15 +86,16 @@ def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head |
         inputs, logits = _computed(model, candidates, weights, images)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
             return None
-        outputs = logits.shape[1]
-        last = [name for name, read in inputs.items() if len(read) == 1 and _outputs(candidates[name]) == outputs]
+        last = [
+            name for name, read in inputs.items() if len(read) == 1 and len(candidates[name].weight) == logits.shape[1]
+        ]
         for names in (last[-1:], last):
             if head := _head_of(candidates, names, weights, inputs, logits):
                 return head
-        for name in last if len(last) > 1 else ():
+        for name in last:
             others = tuple(other for other in last if other != name)
             zeros = {key: torch.zeros_like(w) for key, w in weights.items() if key.rpartition(".")[0] in others}
-            inputs, logits = _computed(model, candidates, {**weights, **zeros}, images)
+            inputs, logits = _computed(model, candidates, weights | zeros, images)
             if head := _head_of(candidates, [name], weights, inputs, logits):
                 return replace(head, silent=others)
     return None
@@ -127,18 +129,28 @@ def _computed(
 ) -> tuple[dict[str, list[torch.Tensor]], Any]:
     """Run a model with other weights; return the inputs of layers, in call order, and its output."""
     names = {layer: name for name, layer in layers.items()}
-    inputs: dict[str, list[torch.Tensor]] = {}
+    with _inputs_of(layers.values()) as inputs:
+        try:
+            logits = functional_call(model, weights, (images,), tie_weights=False)
+        except Exception:  # third-party code may raise anything
+            return {}, None
+    return {names[layer]: read for layer, read in inputs.items()}, logits
 
-    def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
-        inputs.setdefault(names[layer], []).append(arguments[0])
 
-    hooks = [layer.register_forward_pre_hook(catch) for layer in layers.values()]
+@contextlib.contextmanager
+def _inputs_of(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, list[torch.Tensor]]]:
+    """Collect the inputs of layers that are called inside the block, in call order."""
+    inputs: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def catch(layer: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        inputs.setdefault(layer, []).append(arguments[0])
+
+    hooks = [layer.register_forward_pre_hook(catch) for layer in layers]
     try:
-        return inputs, functional_call(model, weights, (images,), tie_weights=False)
-    except Exception:  # third-party code may raise anything
-        return {}, None
+        yield inputs
     finally:
-        _remove(hooks)
+        for hook in hooks:
+            hook.remove()
 
 
 class FeatureNetwork(nn.Module):
@@ -158,18 +170,11 @@ class FeatureNetwork(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the features, concatenated over layers."""
-        found: dict[nn.Module, torch.Tensor] = {}
-        layers = [self.body.get_submodule(name) for name in self._layers]
-
-        def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
-            found[layer] = _averaged(arguments[0], layer.is_convolution)
-
-        hooks = [layer.register_forward_pre_hook(catch) for layer in layers]
-        try:
+        layers: list[Any] = [self.body.get_submodule(name) for name in self._layers]
+        with _inputs_of(layers) as inputs:
             self.body(images)
-        finally:
-            _remove(hooks)
-        return torch.cat([found[layer] for layer in layers], dim=1) if len(layers) > 1 else found[layers[0]]
+        found = [_averaged(inputs[layer][0], layer.is_convolution) for layer in layers]
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
 class HeadNetwork(nn.Module):
@@ -234,10 +239,6 @@ def _is_linear(module: nn.Module) -> TypeGuard[Linear]:
     return isinstance(module, nn.Linear)
 
 
-def _outputs(layer: Linear) -> int:
-    return layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
-
-
 def _averaged(read: torch.Tensor, is_convolution: bool) -> torch.Tensor:
     """Average the input of a layer over positions to [B, F]: heads before the pooling are linear in the mean."""
     if is_convolution:
@@ -250,11 +251,6 @@ def _logits_of_layer(layer: Linear, features: torch.Tensor) -> torch.Tensor:
     return layer(features[:, :, None, None]).flatten(1) if is_convolution else layer(features)
 
 
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -264,7 +260,7 @@ class _Skipped(nn.Module):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
-        self.is_convolution, self._outputs = isinstance(layer, nn.Conv2d), _outputs(layer)
+        self.is_convolution, self._outputs = isinstance(layer, nn.Conv2d), len(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_convolution:
