@@ -12,7 +12,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import IO, Any, Literal
@@ -151,11 +151,7 @@ def _to_tensor(array: np.ndarray) -> torch.Tensor:
 # Frequent in the settings that Lightning saves with the weights. Creating them does nothing.
 _HARMLESS = [
     (argparse.Namespace, "argparse.Namespace"),
-    *(
-        (PurePath, f"{pathlib}.{kind}Path")
-        for pathlib in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows")
-    ),
+    *((PurePath, f"pathlib{module}.{kind}Path") for module in ("", "._local") for kind in ("Posix", "Windows")),
 ]
 
 
@@ -275,19 +271,23 @@ def _read_hdf5(path: Path, file: Path | IO[bytes], config: bytes | None) -> Sour
             # Soft and external links are not followed, so all objects are in this file.
             objects: dict[str, Any] = {}
             content.visititems(objects.__setitem__)
-            description = _Description(json.loads(config or content.attrs.get("model_config") or "{}"))
+            description = json.loads(config or content.attrs.get("model_config") or "{}")
+            configs = {config["name"]: config for config in _layer_configs(description)}
             root = "model_weights/" if "model_weights" in objects else ""
             names = _texts(objects.get("model_weights", content).attrs, "layer_names")
-            found = _listed(objects, root, names) if names else _numbered(objects, description)
+            found = _listed(objects, root, names) if names else _numbered(objects, configs)
             tensors = {name: _dataset_tensor(dataset) for name, dataset in found}
             if not tensors:
                 raise _Refused("it holds no weights of layers")
             _check_bytes(path, tensors, content.id.get_filesize())
+            given = {name: config.get("epsilon") for name, config in configs.items()}
+            epsilons = {name: float(e) for name, e in given.items() if isinstance(e, int | float) and 0 <= e < 1}
+            is_first = any(config.get("data_format") == "channels_first" for config in configs.values())
+            return SourceCheckpoint("keras", tensors, epsilons, is_first, _image_shape(configs.values(), is_first))
     except InputError:
         raise
     except Exception as error:  # h5py raises errors of many types
         raise damaged(path, "a Keras model", error if isinstance(error, _Refused) else type(error).__name__) from None
-    return SourceCheckpoint("keras", tensors, description.epsilons, description.channels_first, description.image)
 
 
 class _Refused(ValueError):
@@ -324,15 +324,16 @@ def _listed(objects: dict[str, Any], root: str, layers: list[str]) -> Iterator[t
                 yield weight.partition(":")[0].strip("/").replace("/", "."), dataset
 
 
-def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[tuple[str, Any]]:
+def _numbered(objects: dict[str, Any], configs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the weights of a `.weights.h5`, the numbers in groups called `vars`; in the description's order, if any."""
     layers: dict[str, list[Any]] = {}
     for name in sorted(objects, key=lambda name: [natural(part) for part in name.split("/")]):
         *path, variables, _ = f"//{name}".split("/")
         if variables == "vars" and hasattr(objects[name], "is_virtual") and not _SKIPPED & {*path}:
             layers.setdefault(_layer_name("/".join(path).strip("/"), objects), []).append(objects[name])
-    for name in sorted(layers, key=lambda name: description.order.get(last_part(name), len(description.order))):
-        datasets, config = layers[name], description.configs.get(last_part(name), {})
+    order = {name: position for position, name in enumerate(configs)}
+    for name in sorted(layers, key=lambda name: order.get(last_part(name), len(order))):
+        datasets, config = layers[name], configs.get(last_part(name), {})
         if 1 < len(datasets) < 5 and all(len(dataset.shape) == 1 for dataset in datasets):
             roles = list(_NORM)[2 if len(datasets) == 2 else 0 :]
             if len(datasets) == 3:
@@ -358,31 +359,23 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-class _Description:
-    """The parts of a model's description needed for weights: order of layers, epsilons, channel order."""
+def _layer_configs(value: object) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the named layers in a model's description, in order."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _layer_configs(item)
+    elif isinstance(value, dict):
+        config = value.get("config")
+        if isinstance(config, dict) and isinstance(config.get("name"), str):
+            yield config
+        yield from _layer_configs([*value.values()])
 
-    def __init__(self, config: object) -> None:
-        self.order: dict[str, int] = {}
-        self.configs: dict[str, dict[str, Any]] = {}
-        self.image: tuple[int, int, int] | None = None
-        self._collect(config)
-        self.channels_first = any(c.get("data_format") == "channels_first" for c in self.configs.values())
-        if self.image and self.channels_first:
-            self.image = self.image[1], self.image[2], self.image[0]
-        found = {name: config.get("epsilon") for name, config in self.configs.items()}
-        self.epsilons = {name: float(e) for name, e in found.items() if isinstance(e, int | float) and 0 <= e < 1}
 
-    def _collect(self, value: object) -> None:
-        if isinstance(value, list):
-            for item in value:
-                self._collect(item)
-        elif isinstance(value, dict):
-            config = value.get("config")
-            if isinstance(config, dict) and isinstance(config.get("name"), str):
-                self.order.setdefault(config["name"], len(self.order))
-                self.configs[config["name"]] = config
-                _, *sides = config.get("batch_shape", config.get("batch_input_shape")) or [0]
-                if self.image is None and len(sides) == 3 and all(type(s) is int and 0 < s < 100_000 for s in sides):
-                    self.image = sides[0], sides[1], sides[2]
-            for item in value.values():
-                self._collect(item)
+def _image_shape(configs: Iterable[Mapping[str, Any]], channels_first: bool) -> tuple[int, int, int] | None:
+    """Return height, width and channels of the first layer that names them."""
+    for config in configs:
+        _, *sides = config.get("batch_shape", config.get("batch_input_shape")) or [0]
+        if len(sides) == 3 and all(type(side) is int and 0 < side < 100_000 for side in sides):
+            first, second, third = sides
+            return (second, third, first) if channels_first else (first, second, third)
+    return None
