@@ -181,17 +181,17 @@ def _for_training(layer: Any, *, last: Any, is_bf16: bool) -> Any:
     keras, config = _keras(), layer.get_config()
     if is_bf16 and isinstance(layer, keras.layers.Layer) and layer.dtype_policy.name == "float32":
         config["dtype"] = "mixed_bfloat16"
-    kind = {keras.layers.BatchNormalization: _own_layers()[0]}.get(type(layer), type(layer))
+    kind = _counting_norm() if type(layer) is keras.layers.BatchNormalization else type(layer)
     if layer is last and isinstance(layer, keras.layers.Softmax):
-        kind = _own_layers()[1]
-    elif layer is last:
+        return keras.layers.Lambda(lambda logits: logits, name=layer.name, dtype=config["dtype"])
+    if layer is last:
         config["activation"] = "linear"
     return kind.from_config(config)
 
 
 @functools.cache
-def _own_layers() -> tuple[type, type]:
-    """Define the layers that replace BatchNormalization, and a Softmax at the end."""
+def _counting_norm() -> type:
+    """Define the layer that replaces BatchNormalization; Keras is imported late."""
     keras = _keras()
 
     class CountingBatchNormalization(keras.layers.BatchNormalization):
@@ -206,11 +206,7 @@ def _own_layers() -> tuple[type, type]:
                 mask = keras.ops.broadcast_to(places, inputs.shape[:-1])
             return super().call(inputs, training=training, mask=mask)
 
-    class LeftOutSoftmax(keras.layers.Softmax):
-        def call(self, inputs: Any, mask: Any = None) -> Any:
-            return inputs
-
-    return CountingBatchNormalization, LeftOutSoftmax
+    return CountingBatchNormalization
 
 
 def _leaves(model: Any) -> Iterator[Any]:
