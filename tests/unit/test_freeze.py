@@ -5,7 +5,7 @@ import torch
 from timm.optim import param_groups_layer_decay  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from flatout.models.layers import freeze, frozen_modules, learning_rate_scales, set_dropout, set_train_mode
+from flatout.models.layers import freeze, learning_rate_scales, set_dropout, set_train_mode
 from flatout.utils.errors import InputError
 from tests.nets import build
 
@@ -43,9 +43,8 @@ def both(*layers: str) -> list[str]:
 )
 def test_what_is_not_frozen_trains(name: str, spec: str, trained: list[str]):
     model = make(name)
-    frozen = freeze(model, spec)
+    freeze(model, spec)
     assert training(model) == trained
-    assert frozen == [name for name, _ in model.named_parameters() if name not in trained]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def test_bad_spec_is_refused_and_changes_nothing(spec: str, message: str):
 def test_frozen_batch_norm_keeps_its_statistics_and_the_others_move():
     model = make("fashion-cnn", 28)
     freeze(model, "features.0.*,features.3.*")
-    assert frozen_modules(model) == [model.get_submodule(f"features.{n}") for n in (0, 3)]
     set_train_mode(model)
+    assert [name for name, module in model.named_modules() if not module.training] == ["features.0", "features.3"]
     for _ in range(2):
         model(torch.rand(4, 3, 28, 28))
     assert model.get_buffer("features.3.num_batches_tracked") == 0

@@ -122,17 +122,15 @@ def frozen_network(
 class FrozenClassifier(Features):
     """A frozen classifier, or `network`, its last part, in ONNX Runtime, which is prepared on the first call."""
 
-    def __init__(
-        self, model: nn.Module, network: nn.Module, threads: int, report: Callable[[str], None] = lambda sentence: None
-    ) -> None:
+    def __init__(self, model: nn.Module, network: nn.Module, threads: int) -> None:
         super().__init__()
-        self._both, self._threads, self._report = _LogitsAndFeatures(model, network), threads, report
+        self._both, self._threads = _LogitsAndFeatures(model, network), threads
         self._compute: Function | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, K] of images, or of the input of `network`."""
         if self._compute is None:
-            self._compute = frozen_network(self._both, x, self._threads, self._report)
+            self._compute = frozen_network(self._both, x, self._threads)
         found = self._compute(x)
         outputs = self._both.outputs or found.shape[1]
         if found.shape[1] > outputs:

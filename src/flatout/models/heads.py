@@ -204,25 +204,22 @@ def before_head(model: nn.Module, head: Head) -> Cut:
 
 
 @torch.no_grad()
-def set_head(
-    model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor, rows: Sequence[int] | None = None
-) -> None:
+def set_head(model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor) -> None:
     """Make the logits of a model, or of its `HeadNetwork`, equal `features @ weight.T + bias`, [K, F] and [K].
 
-    `rows` are their outputs, None for all; others keep their weights. Without `Head.has_bias`, `bias` must be zeros.
+    Without `Head.has_bias`, `bias` must be zeros.
     """
-    chosen = slice(None) if rows is None else list(rows)
     layers = head.of(model)
     assert head.has_bias or not bias.any(), "the head has no bias"
     biased = sum(layer.bias is not None for layer in layers)
     for layer, columns in zip(layers, weight.split(head.widths, dim=1), strict=True):
         # The model takes the mean over its layers.
-        layer.weight[chosen] = (columns * len(layers)).reshape(-1, *layer.weight.shape[1:]).to(layer.weight)
+        layer.weight.copy_((columns * len(layers)).reshape(layer.weight.shape))
         if layer.bias is not None:
-            layer.bias[chosen] = (bias * (len(layers) / biased)).to(layer.bias)
+            layer.bias.copy_(bias * (len(layers) / biased))
     for layer in _layers(model, head.silent):
         for parameter in layer.parameters():
-            parameter[chosen] = 0
+            parameter.zero_()
 
 
 def _layers(model: nn.Module, names: Sequence[str]) -> list[Linear]:

@@ -61,8 +61,8 @@ def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
     return next(module.parameters(recurse), None) is not None
 
 
-def freeze(model: nn.Module, spec: str) -> list[str]:
-    """Stop the parameters that `spec` names from training, and return their names.
+def freeze(model: nn.Module, spec: str) -> None:
+    """Stop the parameters that `spec` names from training.
 
     `spec` is `""`; or comma-separated patterns of names, such as `features.0.*,features.2.*`; or `all-but-last-N`: all
     parameters but those of the head and of the last N layers before it. Layers are counted as Keras lists them:
@@ -75,12 +75,10 @@ def freeze(model: nn.Module, spec: str) -> list[str]:
         frozen = _all_but_last(model, spec)
     else:
         frozen = _matching(list(parameters), spec) if spec else set()
-    names = [name for name in parameters if name in frozen]
     if all(name in frozen or not parameter.requires_grad for name, parameter in parameters.items()):
         raise InputError(f"freeze = {spec!r}: leaves no parameter to train; freeze fewer")
-    for name in names:
+    for name in frozen:
         parameters[name].requires_grad_(False)
-    return names
 
 
 def _all_but_last(model: nn.Module, spec: str) -> set[str]:
@@ -154,24 +152,16 @@ def _layer_groups(model: nn.Module) -> dict[str, int]:
     return groups | dict.fromkeys(in_heads, number + 1)
 
 
-def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """List the modules, containers included, that have parameters, all of them frozen."""
-    trains = {module: [p.requires_grad for p in module.parameters()] for module in model.modules()}
-    return [module for module, flags in trains.items() if flags and not any(flags)]
-
-
 def set_train_mode(model: nn.Module, norm: str = "global") -> None:
     """Put a model in training mode, but its frozen modules in evaluation mode; also all batch norms if norm = "frozen".
 
     A frozen batch norm must not move its statistics, nor dropout vary the output of a frozen block.
     """
     model.train()
-    for module in frozen_modules(model):
-        module.eval()
-    if norm == "frozen":
-        for module in model.modules():
-            if isinstance(module, _BATCH_NORMS):
-                module.eval()
+    for module in model.modules():
+        trains = [parameter.requires_grad for parameter in module.parameters()]
+        if (trains and not any(trains)) or (norm == "frozen" and isinstance(module, _BATCH_NORMS)):
+            module.eval()
 
 
 def submodule(root: nn.Module, path: list[str]) -> nn.Module:
