@@ -28,8 +28,8 @@ FAMILIES = [
     ("cait_xxs24_224", 32, ("head",), "class attention"),
     ("xcit_nano_12_p16_224", 32, ("head",), "attention over channels"),
     ("swin_tiny_patch4_window7_224", 64, ("head.fc",), "channels last"),
+    ("volo_d1_224", 224, ("head",), "an auxiliary head"),  # half its largest value over all places is added
 ]
-families = pytest.mark.parametrize(("name", "size", "layers", "why"), FAMILIES)
 
 
 def make(name: str, size: int) -> nn.Module:
@@ -48,14 +48,14 @@ def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
 
 
-@families
+@pytest.mark.parametrize(("name", "size", "layers", "why"), FAMILIES)
 @torch.no_grad()
 def test_a_model_is_its_features_and_its_head(name: str, size: int, layers: tuple[str, ...], why: str) -> None:
     model = make(name, size)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     head = found(model, size)
-    assert head.layers == layers
-    assert head.outputs == CLASSES
+    silent = ("aux_head",) if why == "an auxiliary head" else ()
+    assert (head.layers, head.silent, head.outputs) == (layers, silent, CLASSES)
     assert model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -65,23 +65,9 @@ def test_a_model_is_its_features_and_its_head(name: str, size: int, layers: tupl
     images = torch.rand(3, 3, size, size)
     features, logits = body(images), model.eval()(images)
     assert features.shape == (3, head.width)
+    assert set(last.state_dict()) == {f"{layer}.{kind}" for layer in (*layers, *silent) for kind in ("weight", "bias")}
     assert_close(last(features), logits)
     assert_close(features @ weight.T + bias, logits)
-
-
-@torch.no_grad()
-def test_auxiliary_heads_are_silenced() -> None:
-    """volo adds half the largest value over all places of another head."""
-    model = make("volo_d1_224", 224)
-    head = found(model, 224)
-    assert (head.layers, head.silent) == (("head",), ("aux_head",))
-    weight, bias = torch.randn(CLASSES, head.width), torch.randn(CLASSES)
-    set_head(model, head, weight, bias)
-    images = torch.rand(2, 3, 224, 224)
-    assert_close(FeatureNetwork(model, head)(images) @ weight.T + bias, model.eval()(images))
-    assert set(HeadNetwork(model, head).state_dict()) == {
-        f"{layer}.{kind}" for layer in ("head", "aux_head") for kind in ("weight", "bias")
-    }
 
 
 def test_a_head_that_is_not_linear_is_not_one() -> None:
