@@ -128,7 +128,7 @@ def _computed(
     model: nn.Module, layers: dict[str, Linear], weights: dict[str, torch.Tensor], images: torch.Tensor
 ) -> tuple[dict[str, list[torch.Tensor]], Any]:
     """Run a model with other weights; return the inputs of layers, in call order, and its output."""
-    names = {layer: name for name, layer in layers.items()}
+    names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
     with _inputs_of(layers.values()) as inputs:
         try:
             logits = functional_call(model, weights, (images,), tie_weights=False)

@@ -17,6 +17,10 @@ from torch.nn import functional
 from flatout.config.settings import Size, shown, sides
 from flatout.utils.errors import InputError
 
+_Initialiser = Callable[[torch.Tensor], object]
+_glorot_uniform = nn.init.xavier_uniform_
+_he_uniform = functools.partial(nn.init.kaiming_uniform_, nonlinearity="relu")
+
 
 def _map_side(layers: tuple[nn.Module, ...], side: int) -> int:
     """Compute the side of the feature maps from the side of the images."""
@@ -61,24 +65,12 @@ class Net(nn.Sequential):
         last = classifier[: -2 if dropout else -1]
         super().__init__(OrderedDict(features=features, flatten=nn.Flatten(), classifier=nn.Sequential(*last)))
 
-    def _initialise(self, *, conv: Callable[[nn.Conv2d], object], linear: Callable[[nn.Linear], object]) -> None:
+    def _initialise(self, *, conv: _Initialiser, linear: _Initialiser) -> None:
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                conv(layer)
-            elif isinstance(layer, nn.Linear):
-                linear(layer)
-            else:
-                continue
-            assert layer.bias is not None
-            nn.init.zeros_(layer.bias)
-
-
-def _glorot_uniform(layer: nn.Conv2d | nn.Linear) -> None:
-    nn.init.xavier_uniform_(layer.weight)
-
-
-def _he_uniform(layer: nn.Conv2d | nn.Linear) -> None:
-    nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                initialiser = conv if isinstance(layer, nn.Conv2d) else linear
+                initialiser(layer.weight)
+                nn.init.zeros_(layer.get_parameter("bias"))
 
 
 class FashionCNN(Net):
@@ -111,10 +103,7 @@ class ParallelCNN(Net):
     def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         blocks = _blocks(channels, 20, 20, kernel=5, padding=2)
         super().__init__("parallel-cnn", image_size, *blocks, widths=(num_outputs,))
-        self._initialise(
-            conv=lambda layer: nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.weight[0].numel())),
-            linear=_glorot_uniform,
-        )
+        self._initialise(conv=lambda w: nn.init.normal_(w, std=math.sqrt(2 / w[0].numel())), linear=_glorot_uniform)
 
 
 class KerasCNN(Net):
@@ -136,10 +125,7 @@ class CaltechCNN(Net):
     def __init__(self, num_outputs: int = 101, image_size: Size = 32, channels: int = 3) -> None:
         blocks = _blocks(channels, 32, 64, kernel=3)
         super().__init__("caltech-cnn", image_size, *blocks, widths=(256, 128, num_outputs))
-        self._initialise(
-            conv=lambda layer: nn.init.xavier_normal_(layer.weight),
-            linear=lambda layer: nn.init.normal_(layer.weight, std=0.01),
-        )
+        self._initialise(conv=nn.init.xavier_normal_, linear=functools.partial(nn.init.normal_, std=0.01))
 
 
 class VGG16(Net):
@@ -159,10 +145,8 @@ class VGG16(Net):
             layers.append(nn.MaxPool2d(2))
         super().__init__("vgg16", image_size, *layers, widths=(num_outputs,))
         self.classifier = self.get_submodule("classifier.0")
-        self._initialise(
-            conv=lambda layer: nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu"),
-            linear=_glorot_uniform,
-        )
+        he_normal = functools.partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")
+        self._initialise(conv=he_normal, linear=_glorot_uniform)
 
 
 class FastCNN(nn.Module):

@@ -44,8 +44,7 @@ def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], No
         if installed and installed.path == path:
             fix = f"the file is of {installed.origin}: {installed.fix}"
         raise InputError(f"{error} ({size}); {fix}; or {FIX}") from error
-    if not fitted.head_fits:
-        _start_small(model, fitted, recipe.seed)
+    _start_small(model, fitted.fresh, recipe.seed)
 
 
 def _adapted(model: nn.Module, recipe: Recipe, source: SourceCheckpoint) -> SourceCheckpoint:
@@ -72,8 +71,8 @@ def _adapted(model: nn.Module, recipe: Recipe, source: SourceCheckpoint) -> Sour
         return source  # the tensors that do not fit are named later
 
 
-def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
-    """Initialise last layers of heads that were not loaded with small weights and no bias.
+def _start_small(model: nn.Module, fresh: list[str], seed: int) -> None:
+    """Initialise last layers of heads that are `fresh` with small weights and no bias.
 
     Some networks of timm's start with logits of several units, from which the first steps diverge.
     """
@@ -81,7 +80,7 @@ def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
     for prefix, head in head_modules(model).items():
         linear = [(name, m) for name, m in head.named_modules(prefix=prefix) if isinstance(m, nn.Linear | nn.Conv2d)]
         for name, layer in linear[-1:]:
-            if f"{name}.weight" in fitted.names:
+            if name not in fresh:
                 continue
             with torch.no_grad():
                 layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * _FRESH_DEVIATION)
@@ -93,10 +92,9 @@ def _start_small(model: nn.Module, fitted: "Fitted", seed: int) -> None:
 
 
 class Fitted(NamedTuple):
-    """The names of the loaded tensors, how they were found, and the model's layer -> the file's, if names differ."""
+    """The head's layers that were not loaded, how the others were matched, and the model's layer -> the file's."""
 
-    names: list[str]
-    head_fits: bool
+    fresh: list[str]
     how: str
     pairs: dict[str, str]
 
@@ -114,15 +112,15 @@ def fit(
             f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "
             "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
         )
-    tried: list[tuple[int, Differences, Candidate]] = []
+    tried: list[tuple[Differences, Candidate]] = []
     for candidate in _ways(model, source, sides):
         problems = _misfits(model, candidate.tensors)
         if not problems and not _loadable(model, candidate.tensors):
             problems = differences(model.state_dict(), candidate.tensors)
-        tried.append((sum(map(len, problems.values())), problems, candidate))
+        tried.append((problems, candidate))
         if not problems:
             break
-    _, problems, (how, tensors, pairs) = min(tried, key=lambda one: one[0])
+    problems, (how, tensors, pairs) = min(tried, key=lambda one: sum(map(len, one[0].values())))
     if problems:
         details = {"matched": how, "layers": pairs, **problems}
         raise InputError(f"the weights {path} do not fit the model: {described(problems)}", details)
@@ -130,11 +128,11 @@ def fit(
     model.load_state_dict(loaded, strict=False)
     body = _without_head(model.state_dict(), model)
     missing = [n for n in model.state_dict() if n not in body and n not in loaded and not n.endswith(_COUNT)]
-    fresh = dict.fromkeys(map(_layer, missing))
+    fresh = [*dict.fromkeys(map(_layer, missing))]
     about = f"the head ({', '.join(fresh)}) starts fresh, since the file has none of its size"
     matched = f", matched {how}" if pairs else ""
     report(f"Weights from {path}: {len(loaded)} tensors{matched}; {about if fresh else 'the head included'}.")
-    return Fitted(list(loaded), not fresh, how, pairs)
+    return Fitted(fresh, how, pairs)
 
 
 def _ways(model: nn.Module, source: SourceCheckpoint, sides: tuple[int, int]) -> Iterator[Candidate]:

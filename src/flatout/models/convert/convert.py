@@ -65,13 +65,10 @@ def convert(
             raise
         hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
         raise InputError(f"{error}; {hint}", error.details) from None
-    if check and not fitted.head_fits:
+    if check and fitted.fresh:
         raise InputError(f"--check {check}: the file has no head of the model, so it has no logits to compare")
     difference, absolute = _difference(model, recipe.channels, check) if check else (None, None)
-    state = model.state_dict()
-    if not fitted.head_fits:
-        heads = tuple(f"{head}." for head in head_modules(model))
-        state = {name: t for name, t in state.items() if name in fitted.names or not name.startswith(heads)}
+    state = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in fitted.fresh}
     about = {"model": model_name, "image_size": json.dumps(recipe.image_size), "channels": str(recipe.channels)}
     save_tensors(out, state, {**about, "converted_from": source.framework})
     *_, head = head_modules(model).values()
@@ -81,7 +78,7 @@ def convert(
         "model": model_name,
         "image_size": recipe.image_size,
         "channels": recipe.channels,
-        "classes": len(next(head.parameters())) if fitted.head_fits else None,
+        "classes": None if fitted.fresh else len(next(head.parameters())),
         "tensors": len(state),
         "matched": fitted.how,
         "layers": fitted.pairs,

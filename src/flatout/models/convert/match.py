@@ -303,7 +303,7 @@ def _adapted(source: SourceCheckpoint, model: nn.Module, trace: Trace, pairs: Pa
     tensors: dict[str, torch.Tensor] = {}
     for own, layer in pairs.items():
         module = model.get_submodule(own)
-        found = _in_layout(layer.tensors, module, trace.flattened.get(own), source.is_channels_last)
+        found = _in_layout(layer.tensors, module, trace.flattened.get(own), source.channels_last)
         if source.framework != "torch":
             _complete(found, module, layer)
         tensors |= {f"{own}.{role}" if own else role: tensor.contiguous() for role, tensor in found.items()}

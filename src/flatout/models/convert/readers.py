@@ -44,20 +44,16 @@ class SourceCheckpoint:
         framework: determines the layout; keras includes TensorFlow.
         tensors: by name, `layer.kernel`, in the order of the layers if the file has one.
         epsilons: of batch normalisation, by the name of the layer, if the file has them.
-        channels_first: whether images were [C, H, W], which Keras can be set to; kernels have the same layout.
+        channels_last: whether images, and so flattened feature maps, were; Keras can be set to [C, H, W], with the same
+            kernels.
         image: height, width and channels of the images, if the file has them.
     """
 
     framework: Literal["torch", "paddle", "keras"]
     tensors: dict[str, torch.Tensor]
     epsilons: dict[str, float] = field(default_factory=dict)
-    channels_first: bool = False
+    channels_last: bool = False
     image: tuple[int, int, int] | None = None
-
-    @property
-    def is_channels_last(self) -> bool:
-        """Whether flattened feature maps are channels-last."""
-        return self.framework == "keras" and not self.channels_first
 
 
 # ---- finding the file and its reader ---------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ def read_file(path: Path) -> SourceCheckpoint:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if path.suffix == ".index" or end == tensorflow.MAGIC:
-        return SourceCheckpoint("keras", tensorflow.read_variables(path))
+        return SourceCheckpoint("keras", tensorflow.read_variables(path), channels_last=True)
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
         return _read_hdf5(path, path, None)
     if path.suffix == ".keras" or _KERAS_WEIGHTS in _zip_sizes(path):
@@ -282,8 +278,8 @@ def _read_hdf5(path: Path, file: Path | IO[bytes], config: bytes | None) -> Sour
             _check_bytes(path, tensors, content.id.get_filesize())
             given = {name: config.get("epsilon") for name, config in configs.items()}
             epsilons = {name: float(e) for name, e in given.items() if isinstance(e, int | float) and 0 <= e < 1}
-            is_first = any(config.get("data_format") == "channels_first" for config in configs.values())
-            return SourceCheckpoint("keras", tensors, epsilons, is_first, _image_shape(configs.values(), is_first))
+            is_last = all(config.get("data_format") != "channels_first" for config in configs.values())
+            return SourceCheckpoint("keras", tensors, epsilons, is_last, _image_shape(configs.values(), is_last))
     except InputError:
         raise
     except Exception as error:  # h5py raises errors of many types
@@ -371,11 +367,11 @@ def _layer_configs(value: object) -> Iterator[dict[str, Any]]:
         yield from _layer_configs([*value.values()])
 
 
-def _image_shape(configs: Iterable[Mapping[str, Any]], channels_first: bool) -> tuple[int, int, int] | None:
+def _image_shape(configs: Iterable[Mapping[str, Any]], channels_last: bool) -> tuple[int, int, int] | None:
     """Return height, width and channels of the first layer that names them."""
     for config in configs:
         _, *sides = config.get("batch_shape", config.get("batch_input_shape")) or [0]
         if len(sides) == 3 and all(type(side) is int and 0 < side < 100_000 for side in sides):
             first, second, third = sides
-            return (second, third, first) if channels_first else (first, second, third)
+            return (first, second, third) if channels_last else (second, third, first)
     return None
