@@ -185,11 +185,11 @@ def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, m
     state = published.state_dict()
     # An installed package is the last place.
     package = put(state, caches, "site", "weights.pth")
-    installed = InstalledWeights("resnet-weights", "1.2", package)
+    installed = InstalledWeights(package, "the package resnet-weights 1.2", "")
     monkeypatch.setattr(weights_hub, "find_installed", {NAME: installed}.get)
     hub.trouble, sentences = "403", list[str]()
     assert find_weights(NAME, report=sentences.append) == package
-    assert sentences[0].endswith("(HTTP 403): using the weights of the installed package resnet-weights 1.2")
+    assert sentences[0].endswith("(HTTP 403): using the weights of the package resnet-weights 1.2")
     hub.trouble = ""
     own = put(state, caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
     hub.requests.clear()
@@ -335,7 +335,7 @@ def test_every_tensor_is_that_of_the_file(name: str):
     assert sentences[0].endswith(f"Connection refused): using the weights of {package.origin}")
     assert sentences[1].endswith(f"{len(own)} tensors; the head included.")
     assert len(sentences) == 2
-    assert package.package.replace("-", "_") not in sys.modules
+    assert package.path.parents[1].name not in sys.modules
 
 
 @needs_packages

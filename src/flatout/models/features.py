@@ -131,8 +131,7 @@ class FrozenClassifier(Features):
         """Return the logits [B, K] of images, or of the input of `network`."""
         if self._compute is None:
             self._compute = frozen_network(self._both, x, self._threads)
-        found = self._compute(x)
-        outputs = self._both.outputs or found.shape[1]
+        found, outputs = self._compute(x), self._both.outputs
         if found.shape[1] > outputs:
             self._seen.append(found[:, outputs:])
         return found[:, :outputs]

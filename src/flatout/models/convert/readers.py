@@ -155,8 +155,8 @@ def _read_torch(path: Path) -> SourceCheckpoint:
     if sum(_zip_sizes(path).values()) > path.stat().st_size:
         raise InputError(f"{path}: its members are compressed or overlap, which torch never writes; it is not read")
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
-            warnings.simplefilter("ignore")  # content that torch cannot read ends in an error
+        # Content that torch cannot read ends in an error.
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything on damaged files
         is_refusal = isinstance(error, pickle.UnpicklingError | RuntimeError)
@@ -207,8 +207,7 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
             # Python's unpickler allocates all memo entries up to this one.
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content):
                 raise ValueError("it has a memo larger than the file")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old names of NumPy's modules
+        with warnings.catch_warnings(action="ignore"):  # old names of NumPy's modules
             loaded = _unnested(_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load())
         tensors = {}
         for name, value in loaded.items() if isinstance(loaded, dict) else ():
