@@ -9,12 +9,11 @@ Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
 from flatout.config import Recipe
@@ -57,84 +56,49 @@ class Head:
         return _layers(model, self.layers)
 
 
+@torch.no_grad()
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
     """Find the head of a classifier; None if its logits are not linear in the input of a layer of its head.
 
-    The model, which is not changed, computes two random images of `sides`, height and width. The weights of candidates
-    are random: some networks start with zeros, which match any features.
+    In a copy of the model, the weights of candidates are set to random ones, and the logits of two random images of
+    `sides`, height and width, are compared: some networks start with zeros, which match any features.
     """
+    twin, device = copy.deepcopy(model).eval(), _device(model)
     try:
-        heads = head_modules(model)
+        heads = head_modules(twin)
     except InputError:
         return None
-    candidates = {
-        name: module
-        for prefix, head in heads.items()
-        for name, module in head.named_modules(prefix=prefix)
-        if _is_linear(module)
-    }
-    device = _device(model)
+    within = [one for prefix, head in heads.items() for one in head.named_modules(prefix=prefix)]
+    names: dict[nn.Module, str] = {module: name for name, module in within if _is_linear(module)}
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, channels, *sides, generator=generator).to(device)
-    weights = {
-        f"{name}.{kind}": (torch.randn(p.shape, generator=generator) * max(p[0].numel(), 1) ** -0.5).to(p)
-        for name, layer in candidates.items()
-        for kind, p in layer.named_parameters()
-    }
-    with keep_modes(model), torch.no_grad():
-        model.eval()
-        inputs, logits = _computed(model, candidates, weights, images)
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
-            return None
-        last = [
-            name for name, read in inputs.items() if len(read) == 1 and len(candidates[name].weight) == logits.shape[1]
-        ]
-        for names in (last[-1:], last):
-            if head := _head_of(candidates, names, weights, inputs, logits):
-                return head
-        for name in last:
-            others = tuple(other for other in last if other != name)
-            zeros = {key: torch.zeros_like(w) for key, w in weights.items() if key.rpartition(".")[0] in others}
-            inputs, logits = _computed(model, candidates, weights | zeros, images)
-            if head := _head_of(candidates, [name], weights, inputs, logits):
-                return replace(head, silent=others)
-    return None
-
-
-def _head_of(
-    candidates: dict[str, Linear],
-    names: list[str],
-    weights: dict[str, torch.Tensor],
-    inputs: dict[str, list[torch.Tensor]],
-    logits: torch.Tensor,
-) -> Head | None:
-    """Return layers as the head if the logits are the mean of theirs."""
-    if not names or not logits.isfinite().all():
-        return None
-    features = {name: _averaged(inputs[name][0], isinstance(candidates[name], nn.Conv2d)) for name in names}
-    parts = [
-        functional.linear(read, weights[f"{name}.weight"].flatten(1), weights.get(f"{name}.bias"))
-        for name, read in features.items()
-    ]
-    found = torch.stack(parts).mean(dim=0)
-    tolerance = _TOLERANCE * logits.abs().max().clamp_min(1e-6)
-    if found.shape != logits.shape or not (found - logits).abs().max() <= tolerance:
-        return None
-    has_bias = any(candidates[name].bias is not None for name in names)
-    return Head(tuple(names), tuple(f.shape[1] for f in features.values()), logits.shape[1], has_bias)
-
-
-def _computed(
-    model: nn.Module, layers: dict[str, Linear], weights: dict[str, torch.Tensor], images: torch.Tensor
-) -> tuple[dict[str, list[torch.Tensor]], Any]:
-    """Run a model with other weights; return the inputs of layers, in call order, and its output."""
-    names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
-    with _inputs_of(layers.values()) as inputs:
+    with _inputs_of(names) as inputs:
         try:
-            logits = functional_call(model, weights, (images,), tie_weights=False)
-        except Exception:  # third-party code may raise anything
-            return {}, None
-    return {names[layer]: read for layer, read in inputs.items()}, logits
+            outputs = twin(images[:1]).shape[-1]
+        except Exception:  # third-party code may raise anything, and return anything
+            return None
+    called = [
+        names[layer]
+        for layer, read in inputs.items()
+        if len(read) == 1 and len(layer.get_parameter("weight")) == outputs
+    ]
+    # All first, so that none has its first weights when another is tried.
+    choices = [(called, []), (called[-1:], []), *(([name], [one for one in called if one != name]) for name in called)]
+    for chosen, silent in choices if called else []:
+        layers = _layers(twin, chosen)
+        widths, has_bias = tuple(one.weight.shape[1] for one in layers), any(one.bias is not None for one in layers)
+        head = Head(tuple(chosen), widths, outputs, has_bias, tuple(silent))
+        weight = torch.randn(outputs, head.width, generator=generator).to(device) * head.width**-0.5
+        bias = torch.randn(outputs, generator=generator).to(device) * has_bias
+        set_head(twin, head, weight, bias)
+        with _inputs_of(layers) as inputs:
+            logits = twin(images)
+        features = [_averaged(inputs[layer][0], isinstance(layer, nn.Conv2d)) for layer in layers]
+        found = functional.linear(torch.cat(features, dim=1), weight, bias)
+        tolerance = _TOLERANCE * logits.abs().max().clamp_min(1e-6)
+        if found.shape == logits.shape and logits.isfinite().all() and (found - logits).abs().max() <= tolerance:
+            return head
+    return None
 
 
 @contextlib.contextmanager
