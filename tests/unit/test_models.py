@@ -1,8 +1,6 @@
 """The models by name: layers, sizes, first weights, logits, and what is refused."""
 
-import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +36,6 @@ PUBLISHED = [  # name, classes, loss, size, channels, parameters, the smallest s
         (CONV * 2 + "MaxPool2d ") * 2 + (CONV * 3 + "MaxPool2d ") * 3 + "Flatten Linear",
     ),
 ]
-
-
-def factory(name: str) -> nn.Module:
-    return build(name, num_classes=4, image_size=8, channels=3, seed=1, allow_code=True)
 
 
 @pytest.mark.parametrize("net", PUBLISHED, ids=lambda net: net[0])
@@ -147,6 +141,11 @@ def test_a_wrong_name_gets_the_nearest_or_a_reason(name: str, message: str):
 
 # --- factories ---
 
+
+def factory(name: str) -> nn.Module:
+    return build(name, num_classes=4, image_size=8, channels=3, seed=1, allow_code=True)
+
+
 FACTORIES = """
 from torch import nn
 
@@ -175,12 +174,11 @@ def failing(num_classes):
 class Nets:
     make = staticmethod(plain)
 """
-_serial: Iterator[int] = itertools.count()
 
 
 @pytest.fixture
 def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    module = f"factories_{next(_serial)}"
+    module = f"factories_{tmp_path.name}"
     (tmp_path / f"{module}.py").write_text(FACTORIES)
     # A file may have the name of a module, and import from its own folder.
     (tmp_path / "random.py").write_text(f"from {module} import plain as make\n")
