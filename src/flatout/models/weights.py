@@ -25,21 +25,13 @@ _MAX_LISTED = 4
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice."""
     import torch
-    from safetensors import SafetensorError
     from safetensors.torch import save
 
     plain = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()
     }
-
-    def write(temporary: Path) -> None:
-        try:
-            content = save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        temporary.write_bytes(_sort_metadata(content))
-
-    write_atomically(path, write)
+    content = save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
+    write_atomically(path, _sort_metadata(content))
 
 
 def _sort_metadata(content: bytes) -> bytes:
