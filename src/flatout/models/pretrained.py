@@ -71,6 +71,7 @@ def _adapted(model: nn.Module, recipe: Recipe, source: SourceCheckpoint) -> Sour
         return source  # the tensors that do not fit are named later
 
 
+@torch.no_grad()
 def _start_small(model: nn.Module, fresh: list[str], seed: int) -> None:
     """Initialise last layers of heads that are `fresh` with small weights and no bias.
 
@@ -80,9 +81,7 @@ def _start_small(model: nn.Module, fresh: list[str], seed: int) -> None:
     for prefix, head in head_modules(model).items():
         linear = [(name, m) for name, m in head.named_modules(prefix=prefix) if isinstance(m, nn.Linear | nn.Conv2d)]
         for name, layer in linear[-1:]:
-            if name not in fresh:
-                continue
-            with torch.no_grad():
+            if name in fresh:
                 layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * _FRESH_DEVIATION)
                 if layer.bias is not None:
                     layer.bias.zero_()
