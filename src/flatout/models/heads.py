@@ -125,8 +125,7 @@ class FeatureNetwork(nn.Module):
         memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         memo |= {id(layer): _Skipped(layer) for layer in head.of(model)}
         self.body = copy.deepcopy(model, memo).eval()  # skip the computation of the layers
-        self._layers = head.layers
-        super().train(False)
+        self._layers, self.training = head.layers, False
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
         """Stay in evaluation mode."""
