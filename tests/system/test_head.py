@@ -16,7 +16,7 @@ from flatout.tasks import Regression, SingleLabel
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
 from tests.system.interrupted import Killed, kill
-from tests.system.run_files import metrics, summary, weights
+from tests.system.run_files import grey_levels, metrics, summary, weights
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")
@@ -106,6 +106,19 @@ def test_a_run_of_no_epochs_is_its_head(engine: tuple[str, str], tmp_path: Path)
     assert figures["trained_parameters"] < figures["parameters"]  # those of the head alone
     # What is written answers as the run did.
     assert flatout.load(out).evaluate(devices="cpu")["test_correct"] == figures["test_correct"]
+
+
+@pytest.mark.parametrize("of", ["several labels", "numbers", "folds"])
+def test_only_classes_are_calibrated_and_not_on_the_images_of_a_fold(of: str, tmp_path: Path) -> None:
+    images, classes = grey_levels(300)
+    several = np.stack([classes == 0, classes > 0, classes == 2], axis=1).astype(np.uint8)
+    labels = {"several labels": several, "numbers": classes + 0.5}.get(of, classes)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1 if of == "numbers" else 3))
+    given: dict[str, Any] = {"linear_probe": True, "epochs": 0, "devices": "cpu", "quiet": True}
+    run = flatout.fit(net, (images, labels), out=tmp_path / "run", folds=2 * (of == "folds"), **given)
+    figures = summary(run.path / "fold-1") if of == "folds" else run.summary
+    assert figures["valid_count"] >= 20
+    assert figures["trust"] is None
 
 
 def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:

@@ -68,30 +68,28 @@ def _shown_split(context: TrainContext) -> str | None:
 
 def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, Evaluation]) -> FeatureStats | None:
     """Fill `evaluations` of the held-out splits, and return the distribution of training features, if wanted."""
-    recipe, splits, log = context.recipe, context.splits, context.log
-    is_fold, known = recipe.data.fold > 0, None
-    is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
-    if reason := why_uncalibrated(recipe, splits):
-        is_trusted = False
+    recipe, log, known = context.recipe, context.log, None
+    if reason := why_uncalibrated(recipe, context.splits):
         log.note(reason)
+    # Nothing is tuned on the images of a fold.
+    is_calibrated = recipe.task == "single-label" and not recipe.data.fold and not reason
     if recipe.tta:
         log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
     # The fitted head, unless fine-tuning has improved on it.
     is_head = not progress.history or (progress.best and not progress.best_epoch)
     head = context.stage if is_head else None
-    if is_trusted:
+    if is_calibrated:
         known = head.known if head else _known_features(context)
-    for name in [name for name in splits if name != "train"]:
-        evaluations[name] = (
-            head.evaluation(name, context.engine.task)
-            if head
-            else context.datasets[name].evaluate(
-                with_probabilities=is_fold or name == _shown_split(context),
-                with_logits=is_trusted,
+    for name in [name for name in context.splits if name != "train"]:
+        if head:
+            evaluations[name] = head.evaluation(name, context.engine.task, with_logits=is_calibrated)
+        else:
+            evaluations[name] = context.datasets[name].evaluate(
+                with_probabilities=recipe.data.fold > 0 or name == _shown_split(context),
+                with_logits=is_calibrated,
                 keep_features=known.distances if known else None,
                 tta=recipe.tta,
             )
-        )
     return known
 
 
@@ -114,12 +112,10 @@ def _write(
     memory: dict[str, int | None],
 ) -> None:
     recipe, classes, shown = context.recipe, context.pack.classes, _shown_split(context)
-    is_fold, task = recipe.data.fold > 0, context.engine.task
-    is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
-    found = Calibration.fit(known, evaluations["valid"]) if is_trusted else None
-    # Nothing is tuned on the images of a fold.
-    if "valid" in evaluations and not is_fold:
-        task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
+    task, valid, is_fold = context.engine.task, evaluations.get("valid"), recipe.data.fold > 0
+    found = Calibration.fit(known, valid) if valid and valid.logits is not None else None
+    if valid and not is_fold:
+        task = task.tuned(valid.predicted, valid.labels)
         task = replace(task, temperature=found.temperature if found else 1.0)
         evaluations = {name: evaluation.of_task(task) for name, evaluation in evaluations.items()}
     _write_weights(context, state, task, found)

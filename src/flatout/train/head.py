@@ -270,10 +270,12 @@ class HeadStage:
         """The distribution of training features; None for a network with several heads."""
         return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
 
-    def evaluation(self, split: str, task: Task) -> Evaluation:
-        """Return the evaluation of a split; of validation images, by heads that have not seen them."""
-        known = self.known if task.name == "single-label" else None
-        distances = None if known is None else known.distances(self._compact(split))
+    def evaluation(self, split: str, task: Task, *, with_logits: bool = False) -> Evaluation:
+        """Return the evaluation of a split; of validation images, by heads that have not seen them.
+
+        With logits, it also has the features' distances from those of the training images.
+        """
+        known = self.known if with_logits else None
         logits, labels = self._logits(split), self.labels[split]
         return Evaluation(
             task=task,
@@ -281,8 +283,8 @@ class HeadStage:
             predicted=task.predicted(logits).numpy(),
             labels=labels,
             probabilities=task.probabilities(logits).numpy(),
-            logits=logits.numpy(),
-            features=distances,
+            logits=logits.numpy() if with_logits else None,
+            features=known.distances(self._compact(split)) if known else None,
         )
 
     @functools.cached_property
@@ -293,10 +295,8 @@ class HeadStage:
         metrics = {f"train_{task.step_metric}": float(task.step_metrics(logits, targets).float().mean())}
         watched = "valid" if "valid" in self.labels else "test"
         if watched in self.labels:
-            answers, labels = self._logits(watched), self.labels[watched]
-            metrics[f"{watched}_loss"] = float(self._losses(answers, labels).sum()) / len(labels)
-            found = task.metrics(task.predicted(answers).numpy(), labels)
-            metrics |= {f"{watched}_{key}": value for key, value in found.items()}
+            found = self.evaluation(watched, task)
+            metrics |= {f"{watched}_{key}": value for key, value in {"loss": found.loss, **found.metrics}.items()}
         images = sum(map(len, self.labels.values())) * len(self.features["train"])
         return EpochRecord(
             epoch=0,
