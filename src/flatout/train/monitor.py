@@ -7,11 +7,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import psutil
 
 from flatout.config import Recipe
@@ -35,32 +34,6 @@ RECORDED_LOSSES = 100
 LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorder:
-    """Writes `logs/rank-N.samples.jsonl`: each step's samples and draws, if the environment has FLATOUT_RECORD=1.
-
-    The lines of a step, joined in rank order, are the same on any number of devices.
-    """
-
-    path: Path
-    progress: Progress  # kept up to date by the training loop
-
-    @classmethod
-    def if_requested(cls, logs: Path, rank: int, progress: Progress) -> "Recorder | None":
-        """Return the recorder of a rank, or None."""
-        if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
-            return None
-        return cls(logs / f"rank-{rank}.samples.jsonl", progress)
-
-    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
-        """Write the line of a step, see `DeviceDataset.draws`."""
-        line = {"epoch": self.progress.epoch + 1, "step": self.progress.step + 1, "samples": samples.tolist()}
-        if transforms:
-            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 class Monitor(LoopHooks):
     """Keeps the run folder and the console up to date; its context has the length that fits the time budget."""
 
@@ -77,7 +50,9 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        self._recorder = Recorder.if_requested(context.run_dir / run_files.LOGS, world.rank, progress)
+        is_recording = os.environ.get("FLATOUT_RECORD", "") not in ("", "0")
+        samples = context.run_dir / run_files.LOGS / f"rank-{world.rank}.samples.jsonl"
+        self._samples = samples if is_recording else None
         live = context.run_dir / run_files.LIVE
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 
@@ -98,8 +73,18 @@ class Monitor(LoopHooks):
         return flags
 
     def begin_step(self, train: DeviceDataset, inputs: object) -> None:
-        if self._recorder:
-            self._recorder.step(*train.draws(inputs))
+        """With FLATOUT_RECORD=1, write the samples and draws of the step, see `DeviceDataset.draws`.
+
+        The lines of a step, joined in rank order, are the same on any number of devices.
+        """
+        if self._samples is None:
+            return
+        samples, transforms = train.draws(inputs)
+        line = {"epoch": self._progress.epoch + 1, "step": self._progress.step + 1, "samples": samples.tolist()}
+        if transforms:
+            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
+        with self._samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def step(self) -> None:
         progress, recipe = self._progress, self.context.recipe
