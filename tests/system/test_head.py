@@ -1,5 +1,7 @@
 """The head fitted to features: against scikit-learn and a plain loop, and in whole runs."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from flatout.cli.main import main
 from flatout.tasks import Regression, SingleLabel
 from flatout.train.head import fit_head
 from flatout.utils.errors import InputError
-from tests.system.interrupted import Killed, kill
+from tests.system.interrupted import Killed, at_image, kill
 from tests.system.run_files import grey_levels, metrics, summary, weights
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
@@ -36,11 +38,10 @@ def test_the_head_is_that_of_scikit_learn(classes: int) -> None:
     features = features_of(labels)
     head = fit_head([features], labels, CLASSES, classes, strength=0.05)
     scaled = (features - features.mean(axis=0)) / features.std(axis=0)
-    expected = LogisticRegression(C=1 / (0.05 * len(labels)), max_iter=1000, tol=1e-8).fit(scaled, labels)
+    # Of two classes, scikit-learn regularises one row of weights, and a softmax two that are half as large.
+    C = (2 if classes == 2 else 1) / (0.05 * len(labels))
+    expected = LogisticRegression(C=C, max_iter=1000, tol=1e-8).fit(scaled, labels)
     found = torch.from_numpy(features @ head.weight.T + head.bias).softmax(dim=1).numpy()
-    if classes == 2:
-        # scikit-learn regularises one row of weights, and a softmax two that are half as large.
-        expected = LogisticRegression(C=2 / (0.05 * len(labels)), max_iter=1000, tol=1e-8).fit(scaled, labels)
     np.testing.assert_allclose(found, expected.predict_proba(scaled), atol=2e-3)
 
 
@@ -144,6 +145,15 @@ def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
     assert any("fine-tuning is left out: an epoch takes longer" in note for note in figures["notes"])
     assert evaluated["test_accuracy"] == figures["test_accuracy"]
     assert evaluated["test_loss"] == pytest.approx(figures["test_loss"], rel=1e-4)
+
+
+def test_a_first_epoch_that_is_interrupted_is_evaluated_with_the_weights_that_are_written(tmp_path: Path) -> None:
+    """Fine-tuning has changed them: they are no longer those of the fitted head."""
+    changes = ("--set", "linear_probe=true", "--set", "keep=last", "--lr", "0.1", "--batch-size", "64")
+    with at_image(128, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert main(["train", "digits", *changes, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 130
+    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
+    assert evaluated["test_loss"] == pytest.approx(summary(tmp_path / "run")["test_loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -75,8 +75,8 @@ def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, 
     is_calibrated = recipe.task == "single-label" and not recipe.data.fold and not reason
     if recipe.tta:
         log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
-    # The fitted head, unless fine-tuning has improved on it.
-    is_head = not progress.history or (progress.best and not progress.best_epoch)
+    # The fitted head, unless fine-tuning has changed the weights and not made them worse.
+    is_head = not context.datasets or (progress.best and not progress.best_epoch)
     head = context.stage if is_head else None
     if is_calibrated:
         known = head.known if head else _known_features(context)
