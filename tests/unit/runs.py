@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flatout.config import Optimizer, Recipe
+from flatout.data.source import ImageDataset
 
 RECIPE = Recipe(
     job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)
@@ -26,6 +27,19 @@ def summary_of(classes: list[str], **values: Any) -> dict[str, Any]:
         "time_seconds": {"train": 60.0, "evaluate": 2.0}, "versions": {"torch": "2.15"}, "skipped_images": {},
     }  # fmt: skip
     return summary | values
+
+
+def blank_images(count: int, *, size: int, channels: int, classes: int = 10, train: int | None = None) -> ImageDataset:
+    """Return images without content, of which only the shapes matter; those after the first `train` are for testing."""
+    stop = count if train is None else train
+    return ImageDataset(
+        kind="images",
+        path=None,
+        images=np.broadcast_to(np.uint8(0), (count, size, size, channels)),
+        labels=np.arange(count) % classes,
+        classes=tuple(map(str, range(classes))),
+        splits={"train": (0, stop)} | ({"test": (stop, count)} if stop < count else {}),
+    )
 
 
 def write_run(

@@ -17,18 +17,9 @@ from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
 from flatout.utils.errors import InputError, WeightsUnavailable
+from tests.unit.runs import blank_images
 
-
-def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> ImageDataset:
-    """Return images without content; only their shapes matter."""
-    return ImageDataset(
-        kind="images",
-        path=None,
-        images=np.zeros((count, size, size, channels), np.uint8),
-        labels=np.arange(count) % classes,
-        classes=tuple(map(str, range(classes))),
-        splits={"train": (0, count)},
-    )
+SYMBOLS, PHOTOS = blank_images(600, size=28, channels=1), blank_images(600, size=96, channels=3)
 
 
 def advice(
@@ -73,19 +64,22 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "installed_backbones", list)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_large_pictures_start_from_published_weights(channels: int, published: list[str]) -> None:
-    recipe, reasons = advice(make_source(size=96, channels=channels))
+@pytest.mark.parametrize(("channels", "changes"), [(1, {}), (3, {}), (3, {"model": "timm:resnet18"})])
+def test_large_pictures_start_from_published_weights(
+    channels: int, changes: dict[str, str], published: list[str]
+) -> None:
+    recipe, reasons = advice(blank_images(600, size=96, channels=channels), changes)
     assert (published, recipe.channels) == ([recipe.model], 3)
-    assert recipe.model.startswith("timm:")
+    assert recipe.model.startswith(changes.get("model", "timm:"))
     assert recipe.pretrained and recipe.linear_probe and recipe.epochs == 0
+    # The normalisation of the weights, not that of the data.
     assert recipe.data.mean == (0.485, 0.456, 0.406)
-    assert "% on ImageNet" in reasons["model"]
+    assert ("% on ImageNet" in reasons["model"]) == (not changes)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3), (96, 4)])
 def test_other_images_train_from_random_weights(size: int, channels: int, published: list[str]) -> None:
-    recipe, _ = advice(make_source(size=size, channels=channels))
+    recipe, _ = advice(blank_images(600, size=size, channels=channels))
     assert (published, recipe.pretrained, recipe.model[:8]) == ([], False, "fast-cnn")
     # Grey images may be symbols, which have no mirror images.
     assert recipe.augment.flip == (channels == 3)
@@ -96,26 +90,26 @@ def test_other_images_train_from_random_weights(size: int, channels: int, publis
 
 def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offline: None) -> None:
     said: list[str] = []
-    recipe, _ = advice(make_source(size=96, channels=3), report=said.append)
+    recipe, _ = advice(PHOTOS, report=said.append)
     assert recipe.model.startswith("fast-cnn") and not recipe.pretrained and not recipe.tta
     assert "cannot be reached" in said[0] and "--weights FILE" in said[0] and "flatout[weights]" in said[0]
-    recipe, _ = advice(make_source(size=96, channels=3), {"model": "timm:resnet18"}, report=said.append)
+    recipe, _ = advice(PHOTOS, {"model": "timm:resnet18"}, report=said.append)
     assert not recipe.pretrained and len(said) == 2
     assert said[1].startswith("could not download timm:resnet18: training starts from random weights; give --weights")
     for required in ({"model": "timm:resnet18", "pretrained": True}, {"pretrained": True}):
         with pytest.raises(WeightsUnavailable):
-            advice(make_source(size=96, channels=3), required, report=said.append)
+            advice(PHOTOS, required, report=said.append)
 
 
 def test_a_model_of_the_users_gets_settings_that_suit_most(published: list[str]) -> None:
-    recipe, _ = advice(make_source(size=96, channels=3), {"model": "cats-dogs-cnn"})
+    recipe, _ = advice(PHOTOS, {"model": "cats-dogs-cnn"})
     assert (recipe.model, recipe.optimizer.name, published) == ("cats-dogs-cnn", "adamw", [])
 
 
 @pytest.mark.parametrize(("seconds", "width"), [(6, 16), (60, 16), (120, 32), (1e6, 128)])
 def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: int) -> None:
     """30 epochs of 600 images are 18,000. Half of a short time is for training, and nearly all of a long one."""
-    recipe, reasons = advice(make_source(), seconds=seconds, speeds=speeds(by_width(8000)))
+    recipe, reasons = advice(SYMBOLS, seconds=seconds, speeds=speeds(by_width(8000)))
     assert recipe.model == f"fast-cnn-{width}"
     assert f"{8000 / width:,.0f} images per second here" in reasons["model"]
     fitting = max(0.95 * seconds - 15, seconds / 2) * 8000 / width / 600
@@ -137,40 +131,32 @@ def test_many_classes_need_width_more_than_epochs(
     seconds: float, classes: int, size: int, chosen: tuple[int, int], epochs: int
 ) -> None:
     """Up to width 64, or 32, it is enough to see 600 images 10 times; in wider networks and larger photos, 30 times."""
-    source = make_source(size=size, channels=3, classes=classes)
-    recipe, reasons = advice(source, {"pretrained": False}, seconds=seconds, speeds=speeds(by_width(8000)))
+    source, given = blank_images(600, size=size, channels=3, classes=classes), {"pretrained": False}
+    recipe, reasons = advice(source, given, seconds=seconds, speeds=speeds(by_width(8000)))
     assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
     assert f"as wide as {epochs} epochs" in reasons["model"]
 
 
-PHOTOS: list[tuple[float, dict[str, Any], tuple[int, int]]] = [
+SIZES: list[tuple[float, dict[str, Any], tuple[int, int]]] = [
     *((30, {}, (64, 32)), (75, {}, (128, 32)), (1e6, {}, (128, 128))),
     *((30, {"image_size": 96}, (96, 16)), (30, {"model": "fast-cnn-32"}, (64, 32))),
 ]
 
 
-@pytest.mark.parametrize(("seconds", "changes", "chosen"), PHOTOS)
+@pytest.mark.parametrize(("seconds", "changes", "chosen"), SIZES)
 def test_photos_are_as_large_as_the_time_permits(seconds: float, changes: dict, chosen: tuple[int, int]) -> None:
     rate = speeds(by_width(2e8, per_pixel=True))
     changes = {"pretrained": False, **changes}
-    recipe, reasons = advice(make_source(size=128, channels=3), changes, seconds=seconds, speeds=rate)
+    recipe, reasons = advice(blank_images(600, size=128, channels=3), changes, seconds=seconds, speeds=rate)
     assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
     assert ("take too long" in reasons["image_size"]) == (chosen[0] == 64)
 
 
 @pytest.mark.parametrize(("seconds", "epochs"), [(1e5, 40), (40, 0)])
 def test_the_last_layers_are_fine_tuned_if_the_time_permits(seconds: float, epochs: int, published: list[str]) -> None:
-    source = make_source(size=96, channels=3)
-    recipe, reasons = advice(source, seconds=seconds, speeds=speeds(lambda recipe, classes: 30.0, 30.0))
+    recipe, reasons = advice(PHOTOS, seconds=seconds, speeds=speeds(lambda recipe, classes: 30.0, 30.0))
     assert (recipe.epochs, recipe.freeze[:12]) == (epochs, "all-but-last" if epochs else "")
     assert f"epochs = {epochs}" in reasons["epochs"]
-
-
-def test_a_network_of_timms_starts_from_its_published_weights(published: list[str]) -> None:
-    recipe, _ = advice(make_source(size=96, channels=3), {"model": "timm:resnet18"})
-    assert (published, recipe.pretrained, recipe.linear_probe) == (["timm:resnet18"], True, True)
-    # The normalisation of the weights, not that of the data.
-    assert recipe.data.mean == (0.485, 0.456, 0.406)
 
 
 def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
@@ -193,4 +179,4 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
 def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
     save_file({"a": np.zeros(3, np.float32)}, tmp_path / "weights.safetensors")
     with pytest.raises(InputError, match=r"does not say which network it is of; name it with --model NAME"):
-        advice(make_source(), {"weights": str(tmp_path / "weights.safetensors")})
+        advice(SYMBOLS, {"weights": str(tmp_path / "weights.safetensors")})

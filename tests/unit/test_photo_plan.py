@@ -3,14 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from flatout.data.source import ImageDataset
-from flatout.models.hub import BACKBONES
+from flatout.models.hub import BACKBONES, Backbone
 from flatout.train import photo_plan
 from flatout.train.auto_recipe import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
+from tests.unit.runs import blank_images
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
 
@@ -25,19 +24,10 @@ def plan(
 ) -> PhotoPlan:
     """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
 
-    def rate(model: str, size: Any) -> float:
-        return (100.0 if model == LARGE.model else 400.0) * (224 / size) ** 2 / slowness
+    def rate(backbone: Backbone, size: Any) -> float:
+        return (100.0 if backbone == LARGE else 400.0) * (224 / size) ** 2 / slowness
 
-    labels = np.arange(images) % 10
-    pixels = np.broadcast_to(np.zeros((1, 300, 300, 3), np.uint8), (images, 300, 300, 3))
-    found = ImageDataset(
-        kind="images",
-        path=None,
-        images=pixels,
-        labels=labels,
-        classes=tuple("0123456789"),
-        splits={"train": (0, images // 2), "test": (images // 2, images)},
-    )
+    found = blank_images(images, size=300, channels=3, train=images // 2)
     facts = measure_dataset(found, accelerated=False, seconds=seconds)
     return plan_photos(facts.of_size(size) if size else facts, backbones, 32, 3, rate)
 

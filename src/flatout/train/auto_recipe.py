@@ -144,8 +144,7 @@ def measure_dataset(
         shape = f"the median of the images' shorter sides is {side} pixels"
     is_square = 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE
     if source.images is not None and (side <= largest or is_pack):
-        height, width = source.images.shape[1:3]
-        size = collapse_size((height, width))
+        size = collapse_size(source.images.shape[1:3])
     elif is_square:
         # The largest size that does not enlarge most images.
         size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
@@ -467,11 +466,10 @@ def _fitted_head(
     def normalisation(backbone: Backbone) -> dict[str, Any]:
         return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
 
-    def rate(model: str, image_size: Size) -> float:
-        known = next(backbone for backbone in backbones if backbone.model == model)
-        plain = {"model": model, "image_size": image_size, "channels": channels, "epochs": 1, "batch_size": 32}
+    def rate(backbone: Backbone, image_size: Size) -> float:
+        plain = {"model": backbone.model, "image_size": image_size, "channels": channels, "epochs": 1, "batch_size": 32}
         assert speeds is not None
-        return speeds.features(from_dict({**plain, **start, "data": normalisation(known)}))
+        return speeds.features(from_dict({**plain, **start, "data": normalisation(backbone)}))
 
     batch_size = facts.by_images(FINE_TUNING_BATCHES)
     plan = plan_photos(facts, backbones, batch_size, channels, rate if speeds else None)

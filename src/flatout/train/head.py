@@ -253,17 +253,14 @@ class HeadStage:
         right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
         return float(right.mean()) if len(right) else 0.0
 
-    def give_to(self, model: nn.Module, fitted: FittedHead | None = None) -> None:
-        """Load a head into a model, by default the one fitted to all images."""
-        fitted = fitted or self.fitted
+    def give(self, to: Engine | nn.Module, fitted: FittedHead | None = None) -> None:
+        """Load a head, by default the one fitted to all images, into an engine or a model. All ranks call this."""
+        fitted, model = fitted or self.fitted, to if isinstance(to, nn.Module) else self.layers
         set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
-
-    def give(self, engine: Engine, fitted: FittedHead | None = None) -> None:
-        """Load a head into an engine, by default the one fitted to all images. All ranks call this."""
-        self.give_to(self.layers, fitted)
-        own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
-        state = engine.state()
-        engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
+        if not isinstance(to, nn.Module):
+            own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in model.state_dict().items()}
+            state = to.state()
+            to.load_state({**state, **{name: value for name, value in own.items() if name in state}})
 
     @functools.cached_property
     def known(self) -> FeatureStats | None:
@@ -412,6 +409,6 @@ def fit_to_features(
         labels=labels,
         seconds={"features": computed - began, "head": time.perf_counter() - computed},
     )
-    stage.give(engine, training_only) if engine else stage.give_to(model, training_only)
+    stage.give(engine or model, training_only)
     report(stage.describe())
     return stage

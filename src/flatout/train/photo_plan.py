@@ -59,8 +59,8 @@ RATE_OF_BATCH_NORM, RATE_OF_OTHERS = 0.001, 0.0003
 # validation accuracy is 0.935 with a decay of 0.99, 0.945 with 0.997, 0.947 with 0.998 and 0.944 with 0.999.
 MIN_AVERAGING, MAX_AVERAGING = 0.99, 0.9999
 
-# Images per second of feature extraction on the devices of the run, by model and image size.
-FeatureRate = Callable[[str, Size], float]
+# Images per second of feature extraction on the devices of the run.
+FeatureRate = Callable[[Backbone, Size], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +114,19 @@ def plan_photos(
     ]
     plans.sort(key=lambda plan: (plan.error(steps), plan.operations, plan.epochs))
     speed = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
-    rates: dict[tuple[str, Size], float] = {}
+    rates: dict[tuple[Backbone, Size], float] = {}
     product_seconds = 0.0 if seconds is None else _product_seconds(facts.images, facts.classes)
 
     @functools.cache
-    def takes(model: str, size: Size) -> bool:
-        return usable_size(model, size, channels=channels) == size
+    def takes(backbone: Backbone, size: Size) -> bool:
+        return usable_size(backbone.model, size, channels=channels) == size
+
+    def rate_of(plan: PhotoPlan) -> float:
+        # Speeds that were not measured are estimated from operation counts.
+        return rates.get((plan.backbone, plan.image_size), speed / plan.operations)
 
     def needed(plan: PhotoPlan) -> float:
-        # Speeds that were not measured are estimated from operation counts.
-        return plan.seconds(facts, rates.get((plan.backbone.model, plan.image_size), speed / plan.operations))
+        return plan.seconds(facts, rate_of(plan))
 
     def time_left() -> float:
         if seconds is None:
@@ -137,11 +140,11 @@ def plan_photos(
         left = time_left()
         fitting = [plan for plan in plans if needed(plan) <= left]
         quickest = sorted(plans, key=lambda plan: (needed(plan), plan.error(steps)))
-        return next(plan for plan in (*fitting, *quickest) if takes(plan.backbone.model, plan.image_size))
+        return next(plan for plan in (*fitting, *quickest) if takes(plan.backbone, plan.image_size))
 
     chosen = best()
     limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
-    while rate is not None and (place := (chosen.backbone.model, chosen.image_size)) not in rates:
+    while rate is not None and (place := (chosen.backbone, chosen.image_size)) not in rates:
         if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
             break
         rates[place] = rate(*place)
@@ -152,12 +155,8 @@ def plan_photos(
         left = time_left()
         longer = (replace(chosen, epochs=epochs) for epochs in range(chosen.epochs + 1, MAX_FINE_TUNING + 1))
         chosen = [chosen, *itertools.takewhile(lambda plan: needed(plan) <= left, longer)][-1]
-    known = rates.get((chosen.backbone.model, chosen.image_size), speed / chosen.operations) if rates else None
-    return replace(
-        chosen,
-        averaging=averaging(chosen.epochs * steps),
-        reasons=_reasons(chosen, seconds, known, is_only=len(backbones) == 1),
-    )
+    reasons = _reasons(chosen, seconds, rate_of(chosen) if rates else None, is_only=len(backbones) == 1)
+    return replace(chosen, averaging=averaging(chosen.epochs * steps), reasons=reasons)
 
 
 def _product_seconds(images: int, classes: int) -> float:

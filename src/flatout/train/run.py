@@ -479,7 +479,7 @@ def start_engine(
             )
             recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:
-            stage.give(engine) if engine else stage.give_to(model)
+            stage.give(engine or model)
         return stage, recipe
 
     stage: HeadStage | None = None
