@@ -156,15 +156,23 @@ def test_a_first_epoch_that_is_interrupted_is_evaluated_with_the_weights_that_ar
     assert evaluated["test_loss"] == pytest.approx(summary(tmp_path / "run")["test_loss"], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    flags = ("train", "digits", "--lr", "1e-3", "--set", "linear_probe=true", "--devices", "cpu")
-    flags = (*flags, "--set", "schedule.name=constant")
+@pytest.mark.parametrize("validation", ["0", pytest.param("0.1", marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_as_an_undisturbed_one(validation: str, tmp_path: Path) -> None:
+    """Without validation images, the last weights are kept, not the fitted head."""
+    changes = ("linear_probe=true", "schedule.name=constant", f"data.valid_fraction={validation}")
+    flags = ("train", "digits", "--lr", "1e-3", "--devices", "cpu", *(w for key in changes for w in ("--set", key)))
     assert main([*flags, "--epochs", "3", "--out", str(tmp_path / "whole")]) == 0
     assert main([*flags, "--epochs", "2", "--out", str(tmp_path / "parts")]) == 0
     assert main(["train", "--resume", "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "parts")]) == 0
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_without_validation_images_fine_tuning_is_not_stopped_early(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"linear_probe": True, "valid_fraction": 0, "devices": "cpu", "quiet": True}
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    run = flatout.fit(net, grey_levels(60), out=tmp_path / "run", epochs=2, early_stopping=1, **given)
+    assert run.summary["epochs_trained"] == 2
 
 
 def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

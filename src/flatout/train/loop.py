@@ -101,7 +101,7 @@ class _Loop:
             if ended := self.hooks.epoch(is_best=self._choose_best()):
                 return ended
             waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
-            if patience and progress.best_record and waited >= patience:
+            if patience and "valid_loss" in record.metrics and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"
         return ""
 

@@ -279,7 +279,7 @@ def restore(context: TrainContext) -> Progress | None:
             return None
         state.update(found.state)
         best.update(found.best)
-        return replace(found, state={}, best={})
+        return replace(found, state={}, best=dict.fromkeys(found.best))
 
     newest = context.world.from_main(without_tensors)
     if newest is None:
@@ -287,7 +287,7 @@ def restore(context: TrainContext) -> Progress | None:
         return None
     newest.check_resumable(recipe, data_facts(context.pack), note)
     progress = newest.progress
-    if progress.best_record and recipe.keep == "best":
+    if newest.best:
         engine.load_state({**state, **best})
         progress.best = engine.snapshot(weights_only=True)
     engine.load_state(state)
