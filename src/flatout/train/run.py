@@ -471,7 +471,7 @@ def start_engine(
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
-        if options.minutes is not None and stage.share_right >= ENOUGH:
+        if options.minutes is not None and not continued and stage.share_right >= ENOUGH:
             left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
                 f"{left_out}heads that have not seen them answer {stage.share_right:.2%} of the images rightly; "
