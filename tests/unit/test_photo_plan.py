@@ -9,6 +9,7 @@ from flatout.models.hub import BACKBONES, Backbone
 from flatout.train import photo_plan
 from flatout.train.auto_recipe import measure_dataset
 from flatout.train.photo_plan import PhotoPlan, plan_photos
+from flatout.utils.errors import InputError
 from tests.unit.runs import blank_images
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
@@ -20,7 +21,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, size: int = 0
+    seconds: float | None, images: int = 2000, backbones: Any = (SMALL, LARGE), *, slowness: float = 1.0, **given: Any
 ) -> PhotoPlan:
     """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
 
@@ -28,8 +29,8 @@ def plan(
         return (100.0 if backbone == LARGE else 400.0) * (224 / size) ** 2 / slowness
 
     found = blank_images(images, size=300, channels=3, train=images // 2)
-    facts = measure_dataset(found, accelerated=False, seconds=seconds)
-    return plan_photos(facts.of_size(size) if size else facts, backbones, 32, 3, rate)
+    facts = replace(measure_dataset(found, accelerated=False, seconds=seconds), **given)
+    return plan_photos(facts, backbones, 32, 3, rate)
 
 
 def test_more_time_or_speed_gives_a_better_network_then_fine_tuning() -> None:
@@ -68,6 +69,9 @@ def test_without_a_budget_nothing_is_fine_tuned() -> None:
 
 
 def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
-    fixed = replace(SMALL, model="timm:levit_128s")
-    assert plan(60, 10**6, [fixed], slowness=100).image_size == 224
-    assert plan(600, size=160).image_size == 160
+    fixed, of_user = [replace(SMALL, model="timm:levit_128s")], {"size": 160, "is_size_given": True}
+    assert plan(60, 10**6, fixed, slowness=100).image_size == 224
+    assert plan(60, 10**6, fixed, slowness=100, ratio=1.5).image_size == 224
+    assert plan(600, **of_user).image_size == 160
+    with pytest.raises(InputError, match=r"image_size = 160: timm:levit_128s takes 224 .*; leave image_size out"):
+        plan(600, backbones=fixed, **of_user)

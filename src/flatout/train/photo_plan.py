@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from flatout.config.settings import Size, sides
+from flatout.config.settings import Size, shown, sides
 from flatout.models.build import usable_size
 from flatout.models.hub import Backbone
 from flatout.utils.console import duration
+from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
 if TYPE_CHECKING:
@@ -102,13 +103,31 @@ class PhotoPlan:
 def plan_photos(
     facts: "DatasetStats", backbones: Sequence[Backbone], batch_size: int, channels: int, rate: FeatureRate | None
 ) -> PhotoPlan:
-    """Return the plan with the least expected error within the time that is left, at speeds that `rate` measures."""
+    """Return the plan with the least expected error within the time that is left, at speeds that `rate` measures.
+
+    A single network that does not take images of another shape gets its published size. Raises InputError if it does
+    not take the user's size.
+    """
     began, cores, seconds = time.perf_counter(), physical_cores(), facts.left
     steps = -(-facts.images // batch_size)
+
+    @functools.cache
+    def takes(backbone: Backbone, size: Size) -> bool:
+        return usable_size(backbone.model, size, channels=channels) == size
+
+    def sizes_of(backbone: Backbone) -> list[Size]:
+        found = [facts.size] if facts.is_size_given else _sizes(backbone, facts.ratio)
+        if len(backbones) > 1 or takes(backbone, found[0]):
+            return found
+        if facts.is_size_given:
+            size = f"{shown(found[0])}: {backbone.model} takes {backbone.image_size} with its published weights"
+            raise InputError(f"image_size = {size}; leave image_size out")
+        return [backbone.image_size]
+
     plans = [
         PhotoPlan(backbone=backbone, image_size=one, mirrored=mirrored, epochs=epochs)
         for backbone in backbones
-        for one in ([facts.size] if facts.is_size_given else _sizes(backbone, facts.ratio))
+        for one in sizes_of(backbone)
         for mirrored in (False, True)
         for epochs in ((0, *FINE_TUNING_EPOCHS) if seconds else (0,))
     ]
@@ -116,10 +135,6 @@ def plan_photos(
     speed = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
     rates: dict[tuple[Backbone, Size], float] = {}
     product_seconds = 0.0 if seconds is None else _product_seconds(facts.images, facts.classes)
-
-    @functools.cache
-    def takes(backbone: Backbone, size: Size) -> bool:
-        return usable_size(backbone.model, size, channels=channels) == size
 
     def rate_of(plan: PhotoPlan) -> float:
         # Speeds that were not measured are estimated from operation counts.
