@@ -143,7 +143,6 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
     fails("must return logits", Net(5), data)
     fails("119", Net(), (data[0], data[1][:-1]))
     fails("int", Net(), 3)
-    fails("did you mean 'epochs'", Net(), data, epoch=3)
     fails("no job and no data")
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
     assert not (tmp_path / "runs").exists()
