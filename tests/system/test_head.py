@@ -152,8 +152,9 @@ def test_a_first_epoch_that_is_interrupted_is_evaluated_with_the_weights_that_ar
     changes = ("--set", "linear_probe=true", "--set", "keep=last", "--lr", "0.1", "--batch-size", "64")
     with at_image(128, lambda: os.kill(os.getpid(), signal.SIGINT)):
         assert main(["train", "digits", *changes, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 130
-    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
-    assert evaluated["test_loss"] == pytest.approx(summary(tmp_path / "run")["test_loss"], rel=1e-4)
+    figures, evaluated = summary(tmp_path / "run"), flatout.load(tmp_path / "run").evaluate(devices="cpu")
+    assert evaluated["test_loss"] == pytest.approx(figures["test_loss"], rel=1e-4)
+    assert figures["kept_epoch"] is figures["train_loss"] is None
 
 
 @pytest.mark.parametrize("validation", ["0", pytest.param("0.1", marks=pytest.mark.slow)])

@@ -25,6 +25,7 @@ from flatout.models.weights import save_tensors
 from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
+from flatout.train.head import HeadStage
 from flatout.train.progress import Progress
 from flatout.train.request import Ended, TrainContext
 from flatout.utils import run_files
@@ -66,18 +67,20 @@ def _shown_split(context: TrainContext) -> str | None:
     return next((name for name in wanted if name in context.splits), None)
 
 
+def _head_kept(context: TrainContext, progress: Progress) -> HeadStage | None:
+    """Return the fitted head if it is the result: fine-tuning has not begun, or has made the weights worse."""
+    return context.stage if not context.datasets or (progress.best and not progress.best_epoch) else None
+
+
 def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, Evaluation]) -> FeatureStats | None:
     """Fill `evaluations` of the held-out splits, and return the distribution of training features, if wanted."""
-    recipe, log, known = context.recipe, context.log, None
+    recipe, log, known, head = context.recipe, context.log, None, _head_kept(context, progress)
     if reason := why_uncalibrated(recipe, context.splits):
         log.note(reason)
     # Nothing is tuned on the images of a fold.
     is_calibrated = recipe.task == "single-label" and not recipe.data.fold and not reason
     if recipe.tta:
         log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
-    # The fitted head, unless fine-tuning has changed the weights and not made them worse.
-    is_head = not context.datasets or (progress.best and not progress.best_epoch)
-    head = context.stage if is_head else None
     if is_calibrated:
         known = head.known if head else _known_features(context)
     for name in [name for name in context.splits if name != "train"]:
@@ -192,12 +195,11 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, fou
 def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> dict[str, Any]:
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
-    record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
-    trained_parameters = context.trained_parameters
-    if context.stage and not progress.history:
+    head, task, trained_parameters = _head_kept(context, progress), engine.task, context.trained_parameters
+    record = progress.history[chosen - 1] if chosen else head and head.record
+    if head and not progress.history:
         # The run has trained the head's parameters only.
-        fitted = context.stage.fitted
-        trained_parameters = fitted.weight.size + fitted.bias.size * context.stage.head.has_bias
+        trained_parameters = head.fitted.weight.size + head.fitted.bias.size * head.head.has_bias
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
     figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
@@ -220,7 +222,7 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
         "threads_per_rank": engine.threads,
         "epochs_trained": progress.epoch,
         "best_epoch": progress.best_epoch or None,
-        "kept_epoch": chosen if chosen or progress.head else None,
+        "kept_epoch": chosen if chosen or head else None,
         "parameters": context.parameters,
         "trained_parameters": trained_parameters,
         "images_trained": progress.images_trained,
