@@ -94,8 +94,8 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.train import run_dir
     from flatout.train.callbacks import callbacks_of
-    from flatout.train.recipes import resolve, start_of
-    from flatout.train.request import Options, TrainRequest, check
+    from flatout.train.recipes import start_of
+    from flatout.train.request import Options, check
 
     engine = engine_for(args.devices, args.engine)
     options = Options(
@@ -109,30 +109,17 @@ def do_train(args: Namespace, console: Console) -> None:
         callbacks=callbacks_of(args.track),
     )
     job = _job_to_resume(args) if args.resume else args.job
-    changes, reasons = changes_of(args), list[str]()
+    changes = changes_of(args)
     plain, is_complete = start_of(job, changes)
     run_dir.check(options)
     check(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
         # The name alone: a URL may contain a password.
         console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
-    devices = parse_devices(args.devices, engine)
-    # This imports torch, which takes seconds.
-    from flatout.engine.factory import speeds_on
-    from flatout.train.run import train
+    parse_devices(args.devices, engine)  # refuses wrong ones before the import of torch, which takes seconds
+    from flatout.train.run import train_job
 
-    recipe, data = resolve(
-        job,
-        args.data,
-        changes,
-        accelerated=devices.is_accelerated,
-        console=console,
-        seconds=options.seconds,
-        began=began,
-        speeds=speeds_on(args.devices, engine),
-        explain=reasons.append,
-    )
-    train(TrainRequest(recipe=recipe, data=data, options=replace(options, notes=tuple(reasons))), console)
+    train_job(job, args.data, changes, options, console)
 
 
 def _job_to_resume(args: Namespace) -> str | Path:

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
 from flatout.distributed.environment import launched
-from flatout.engine.devices import engine_for, parse_devices
-from flatout.engine.factory import speeds_on
+from flatout.engine.devices import engine_for
 from flatout.inference.run import Ensemble, Run, load
 from flatout.models.build import copied
 from flatout.models.keras import KerasModule, is_keras
 from flatout.train import run_dir
 from flatout.train.callbacks import Callback, callbacks_of, user_functions
-from flatout.train.recipes import resolve
-from flatout.train.request import Options, TrainRequest
+from flatout.train.request import Options
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
 
@@ -93,7 +91,7 @@ def fit(
     """
     began = time.perf_counter()
     # Imported here: its time belongs to the run.
-    from flatout.train.run import train
+    from flatout.train.run import train_job
 
     process = launched()
     rank = process.rank if process else 0
@@ -126,25 +124,9 @@ def fit(
         callbacks=callbacks_of(callbacks),
         functions=functions,
     )
-    reasons = list[str]()
     try:
         run_dir.check(options)
-        recipe, found = resolve(
-            job,
-            data,
-            flat,
-            accelerated=parse_devices(devices, engine).is_accelerated,
-            console=console,
-            seconds=options.seconds,
-            began=began,
-            speeds=speeds_on(devices, engine),
-            explain=reasons.append,
-        )
-        functions.check(recipe, engine)
-        for name in functions.in_training:
-            reasons.append(f"{name} is a function given in Python: recipe.toml does not contain it")
-        options = dataclasses.replace(options, notes=tuple(reasons))
-        folder = train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
+        folder = train_job(job, data, flat, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None
     finally:

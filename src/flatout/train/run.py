@@ -28,7 +28,7 @@ from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
 from flatout.data.splits import splits_of
 from flatout.distributed.environment import launched, restart_count
 from flatout.distributed.world import World
-from flatout.engine import optim
+from flatout.engine import factory, optim
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import Processes, choose_processes, kept_devices, make_engine, precisions, run_on_devices
@@ -46,7 +46,8 @@ from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import run_loop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.progress import Progress
-from flatout.train.request import Ended, RunLog, TrainContext, TrainRequest, check
+from flatout.train.recipes import resolve
+from flatout.train.request import Ended, Options, RunLog, TrainContext, TrainRequest, check
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
@@ -57,6 +58,35 @@ T = TypeVar("T")
 
 
 # --- Which processes take part --------------------------------------------------------------------------------------
+
+
+def train_job(
+    job: str | Path | Recipe | None,
+    data: Any,
+    changes: Mapping[str, Any],
+    options: Options,
+    console: Console,
+    *,
+    module: nn.Module | None = None,
+) -> Path:
+    """Resolve a job and its data, see `resolve`; train, and return the run folder."""
+    reasons = list[str]()
+    recipe, found = resolve(
+        job,
+        data,
+        changes,
+        accelerated=parse_devices(options.devices, options.engine).is_accelerated,
+        console=console,
+        seconds=options.seconds,
+        began=options.began,
+        speeds=factory.speeds_on(options.devices, options.engine),
+        explain=reasons.append,
+    )
+    options.functions.check(recipe, options.engine)
+    for name in options.functions.in_training:
+        reasons.append(f"{name} is a function given in Python: recipe.toml does not contain it")
+    options = replace(options, notes=tuple(reasons))
+    return train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
 
 
 def train(request: TrainRequest, console: Console) -> Path:
