@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import tempfile
 import warnings
@@ -54,7 +55,7 @@ class Accelerator:
     has_batch_norm = False  # torch has the kernels of its SyncBatchNorm
     wide_float = torch.float64  # the type for long sums
     evaluation_batch = EVALUATION_BATCH  # the largest
-    precision, threads = "fp32", 1  # number format and compute threads, after `prepare`
+    precision, threads, ranks_here = "fp32", 1, 1  # number format, compute threads, ranks of the host; after `prepare`
     is_tuned = False  # likewise: libraries may choose their algorithms by measuring them
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +72,7 @@ class Accelerator:
         """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process."""
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
-        self.is_tuned = is_tuned
+        self.ranks_here, self.is_tuned = ranks_here, is_tuned
         self.adapt_process(undo, self.precision, self.threads)
 
     def choose_precision(self, wanted: str) -> str:
@@ -125,6 +126,44 @@ class Accelerator:
         # What torch keeps of freed tensors is free.
         kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
         return torch.accelerator.get_memory_info(self.device)[0] + kept
+
+    def placement(self, nbytes: int, wanted: str) -> str:
+        """Choose where to keep `nbytes` of images: on the `device` if they fit, else in `memory`, else on `disk`.
+
+        Every rank of a host keeps its own copy, so each may use its share of the host's memory.
+        """
+        if wanted != "auto":
+            return wanted
+        if nbytes <= MEMORY_SHARE * self.free_bytes() / (self.ranks_here if self.is_host else 1):
+            return "device"
+        fits = not self.is_host and nbytes <= MEMORY_SHARE * available_memory() / self.ranks_here
+        return "memory" if fits else "disk"
+
+    def allocate(self, count: int, like: torch.Tensor, wanted: str) -> torch.Tensor | np.ndarray:
+        """Allocate `count` rows shaped like those of `like` [B, ...], where `placement` chooses: on disk, in a file.
+
+        An array is always float32. The file is unnamed, so nothing remains of it however the process ends.
+        """
+        shape = (count, *like.shape[1:])
+        where = self.placement(count * like[0].nbytes, wanted)
+        if where == "device":
+            return torch.empty(shape, dtype=like.dtype, device=self.device)
+        if where == "memory":
+            return np.empty(shape, np.float32)
+        needed = 4 * math.prod(shape)
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
+        try:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, needed)
+        except OSError as error:
+            raise InputError(
+                f"{tempfile.gettempdir()}: no space for {needed / 2**30:.1f} GiB of cached features "
+                f"({error.strerror}); set TMPDIR to a larger disk"
+            ) from None
+        # By its path, as it is read past the map.
+        rows = np.memmap(f"/dev/fd/{file.fileno()}", np.float32, "r+", shape=shape)
+        weakref.finalize(rows, file.close)
+        return rows
 
     def reset_peak(self) -> None:
         if self.has_memory:
@@ -372,47 +411,3 @@ class _MultiplyAdds(TorchFunctionMode):
             query, key = given[:2]
             self.found += key.shape[-2] * (query.numel() + result.numel())
         return result
-
-
-def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> str:
-    """Choose where to keep `nbytes` of images: on the `device` if they fit, else in `memory`, else on `disk`.
-
-    Every rank of a host keeps its own copy, so each may use its share of the host's memory.
-    """
-    if wanted != "auto":
-        return wanted
-    free = accelerator.free_bytes() / (ranks_here if accelerator.is_host else 1)
-    if nbytes <= MEMORY_SHARE * free:
-        return "device"
-    if not accelerator.is_host and nbytes <= MEMORY_SHARE * available_memory() / ranks_here:
-        return "memory"
-    return "disk"
-
-
-def allocate(
-    count: int, like: torch.Tensor, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1
-) -> torch.Tensor | np.ndarray:
-    """Allocate `count` rows shaped like those of `like` [B, ...]: on the device, in memory or in a mapped file.
-
-    The file is always float32. It is unnamed, so nothing remains of it however the process ends.
-    """
-    shape = (count, *like.shape[1:])
-    where = placement(count * like[0].nbytes, accelerator, wanted, ranks_here=ranks_here)
-    if where == "device":
-        return torch.empty(shape, dtype=like.dtype, device=accelerator.device)
-    if where == "memory":
-        return np.empty(shape, np.float32)
-    needed = 4 * int(np.prod(shape))
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
-    try:
-        if hasattr(os, "posix_fallocate"):  # macOS has none
-            os.posix_fallocate(file.fileno(), 0, needed)
-        os.ftruncate(file.fileno(), needed)
-    except OSError as error:
-        raise InputError(
-            f"{tempfile.gettempdir()}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
-            "set TMPDIR to a larger disk"
-        ) from None
-    rows = np.memmap(f"/dev/fd/{file.fileno()}", np.float32, "r+", shape=shape)
-    weakref.finalize(rows, file.close)
-    return rows

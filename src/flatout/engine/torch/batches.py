@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flatout.data.batches import Batch, Split, part, prefetch
-from flatout.engine.torch.accelerator import Accelerator, HostBuffer, placement
+from flatout.engine.torch.accelerator import Accelerator, HostBuffer
 from flatout.tasks import Task
 from flatout.utils.errors import RankLost, causes, first_line
 
@@ -32,8 +32,7 @@ class _Share:
     batch: Batch
     total: int  # samples of all ranks without padding
     is_padded: bool  # whether any rank has padding
-    images: torch.Tensor | None = None  # [B, ...] on the device, if they are streamed from the host
-    partner_images: torch.Tensor | None = None  # likewise
+    streamed: tuple[torch.Tensor, ...] = ()  # images from the host, [B, ...] on the device, and those of partners
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,10 +48,14 @@ class DeviceBatch(_Share):
         if count == 1:
             return self
         chosen = part(len(self.batch.samples), number, count)
-        split = ("samples", "weights", "partners", "images", "partner_images")
-        tensors = {name: value for name in split if (value := getattr(self, name)) is not None}
-        batch = self.batch.part(number, count)
-        return replace(self, batch=batch, **{name: tensor[chosen] for name, tensor in tensors.items()})
+        return replace(
+            self,
+            batch=self.batch.part(number, count),
+            streamed=tuple(images[chosen] for images in self.streamed),
+            samples=self.samples[chosen],
+            weights=self.weights[chosen],
+            partners=None if self.partners is None else self.partners[chosen],
+        )
 
 
 class StepTable:
@@ -103,21 +106,9 @@ class Step(_Share):
             batch=self.batch,
             total=self.total,
             is_padded=self.is_padded,
-            images=self.images,
-            partner_images=self.partner_images,
+            streamed=self.streamed,
             **self.table.read(),
         )
-
-    def with_own_images(self) -> "Step":
-        return replace(self, **{name: value.clone() for name, value in self._images().items()})
-
-    def copy_images(self, other: "Step") -> None:
-        for name, images in self._images().items():
-            images.copy_(getattr(other, name))
-
-    def _images(self) -> dict[str, torch.Tensor]:
-        found = {"images": self.images, "partner_images": self.partner_images}
-        return {name: images for name, images in found.items() if images is not None}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -132,12 +123,11 @@ class DeviceImages:
 
     def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
+        if self.images is None:
+            return inputs.streamed[of_partners]
         samples = inputs.partners if of_partners else inputs.samples
-        streamed = inputs.partner_images if of_partners else inputs.images
-        if self.images is not None and samples is not None:
-            return self.images.index_select(0, samples)
-        assert streamed is not None
-        return streamed
+        assert samples is not None
+        return self.images.index_select(0, samples)
 
     def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
@@ -158,22 +148,21 @@ class DeviceImages:
             self.samples.read(positions, images.tensor.numpy())
             return images
 
-        def read(step: Step) -> tuple[Step, HostBuffer, HostBuffer | None]:
+        def read(step: Step) -> tuple[Step, list[HostBuffer]]:
             samples = step.batch.samples
-            return step, images_at(samples), None if partners is None else images_at(partners[samples])
+            wanted = [samples] if partners is None else [samples, partners[samples]]
+            return step, [images_at(positions) for positions in wanted]
 
-        for step, images, others in prefetch(read, steps, READ_AHEAD):
+        for step, buffers in prefetch(read, steps, READ_AHEAD):
             with contextlib.ExitStack() as stack:
-                step.images = stack.enter_context(images.on_device())
-                if others is not None:
-                    step.partner_images = stack.enter_context(others.on_device())
+                step.streamed = tuple(stack.enter_context(buffer.on_device()) for buffer in buffers)
                 yield step
 
 
-def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
+def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str) -> DeviceImages:
     """See `Engine.place`."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
-    where, images = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here), None
+    where, images = accelerator.placement(samples.nbytes, wanted), None
     if where == "device":
         images = torch.from_numpy(samples.images_at(np.arange(len(samples)))).to(accelerator.device)
     elif where == "memory":
@@ -219,7 +208,8 @@ class CapturedStep:
                 self._record(source, inputs)
         if constants in self._graphs:
             graph, static = self._graphs[constants]
-            static.copy_images(inputs)
+            for own, images in zip(static.streamed, inputs.streamed, strict=True):
+                own.copy_(images)
             graph.replay()
             return
         self._seen[constants] += 1
@@ -228,7 +218,7 @@ class CapturedStep:
 
     def _record(self, source: DeviceImages, inputs: Step) -> None:
         self._forget_gradients()
-        static = inputs.with_own_images()
+        static = replace(inputs, streamed=tuple(images.clone() for images in inputs.streamed))
         try:
             if not self._accelerator.has_room_for_graph():
                 raise RuntimeError("too little memory for a graph beside eager steps")

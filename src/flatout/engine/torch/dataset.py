@@ -13,7 +13,6 @@ import torch
 from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
-from flatout.engine.torch.accelerator import allocate
 from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
 from flatout.models.features import FrozenClassifier, caught
 from flatout.models.heads import FeatureNetwork, Head
@@ -54,41 +53,26 @@ class TorchDataset:
         """Return the images; or the output of the frozen prefix for a view, computed the first time."""
         if view in self._views:
             return self._views[view]
-        engine, images = self._engine, self._images
+        engine, images, count = self._engine, self._images, len(self._images.samples)
         _copy_tables(transforms, images)
-
-        def outputs() -> Iterator[torch.Tensor]:
-            for inputs in self._batches(images):
-                rows = images.transforms_of(inputs.samples)
-                normalised = engine.input.normalised(images.images_of(inputs), rows)
-                with torch.no_grad(), engine.accelerator.autocast():
-                    yield engine.prefix(normalised, len(images.samples))
-
-        features = self._gathered(outputs(), len(images.samples))
+        features, start = None, 0
+        for inputs in self._batches(images):
+            normalised = engine.input.normalised(images.images_of(inputs), images.transforms_of(inputs.samples))
+            with torch.no_grad(), engine.accelerator.autocast():
+                output = engine.prefix(normalised, count)
+            # In channels_last order, as the convolutions read them.
+            for rows in engine.world.all_gather(output.movedim(1, -1)):
+                if features is None:
+                    features = engine.accelerator.allocate(count, rows, engine.recipe.data.placement)
+                rows, is_on_device = rows[: count - start], isinstance(features, torch.Tensor)
+                features[start : start + len(rows)] = rows if is_on_device else rows.float().cpu().numpy()
+                start += len(rows)
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
-        if not isinstance(features, torch.Tensor):
-            samples = Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
+        if isinstance(features, np.ndarray):
+            samples = Split(images=features, rows=np.arange(count), labels=samples.labels)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
         return self._views[view]
-
-    def _gathered(self, outputs: Iterable[torch.Tensor], count: int) -> torch.Tensor | np.ndarray:
-        """Return the output of a prefix on all ranks, [count, ...]; each has as many `outputs`, [B, C, ...]."""
-        engine, world, features, start = self._engine, self._engine.world, None, 0
-        for output in outputs:
-            # In channels_last order, as the convolutions read them.
-            for rows in world.all_gather(output.movedim(1, -1)):
-                if features is None:
-                    wanted, here = engine.recipe.data.placement, world.local_size
-                    features = allocate(count, rows, engine.accelerator, wanted, ranks_here=here)
-                rows = rows[: max(0, count - start)]
-                if isinstance(features, torch.Tensor):
-                    features[start : start + len(rows)] = rows
-                else:
-                    features[start : start + len(rows)] = rows.float().cpu().numpy()
-                start += len(rows)
-        assert features is not None
-        return features
 
     def features(self) -> np.ndarray | None:
         if self._engine.cut is None:
@@ -322,7 +306,7 @@ class _Results:
         engine, rows = self._engine, inputs.samples[: inputs.batch.count]
         logits = logits[: len(rows)]
         if len(rows):  # the user's loss need not take the empty batch of a rank
-            self._loss_sum += engine.losses.of(engine.task, logits, source.targets.index_select(0, rows)).sum()
+            self._loss_sum += engine.losses.of(logits, source.targets.index_select(0, rows)).sum()
         for name, function in self._kinds.items():
             self.rows[name].put(rows, function(logits))
         return rows

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
 from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
-from flatout.engine.torch.state import WeightAverage
+from flatout.engine.torch.state import Snapshot, TrainingState, WeightAverage
 from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
@@ -34,14 +33,6 @@ from flatout.utils.errors import InputError, TrainingFailed, first_line, is_out_
 
 # Memory reserved during the trial of a micro-batch, in copies of the weights: two for Adam, one for the all-reduce.
 COPIES_OF_WEIGHTS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """A copy of this rank's part of the training state; see `Engine.snapshot`."""
-
-    tensors: dict[str, torch.Tensor]
-    weights_only: bool
 
 
 class NetworkInput:
@@ -88,21 +79,25 @@ class Losses:
     """Computes losses on one device: by the user's `own` function of logits and targets, or else by the task."""
 
     def __init__(
-        self, own: Callable[..., torch.Tensor] | None, class_weights: np.ndarray | None, device: torch.device
+        self,
+        own: Callable[..., torch.Tensor] | None,
+        task: Task,
+        class_weights: np.ndarray | None,
+        device: torch.device,
     ) -> None:
         if isinstance(own, nn.Module):
             own = copy.deepcopy(own).to(device)
             if "reduction" in vars(own):
                 vars(own)["reduction"] = "none"  # torch's loss modules return the mean over the batch
-        self._own = own
+        self._own, self._task = own, task
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
 
     def of(
-        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the loss of each sample, float32 [B]."""
         if self._own is None:
-            return task.per_sample(logits, targets, class_weights)
+            return self._task.per_sample(logits, targets, class_weights)
         losses = self._own(logits.float(), targets)
         shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         if shape != (len(logits),):
@@ -113,17 +108,17 @@ class Losses:
         return losses
 
     def of_batch(
-        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
+        self, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
     ) -> torch.Tensor:
         """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
 
         def losses_of(targets: torch.Tensor) -> torch.Tensor:
-            return self.of(task, logits, targets, self._class_weights)
+            return self.of(logits, targets, self._class_weights)
 
         if inputs.partners is None:
             return losses_of(targets)
         share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
-        return task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
+        return self._task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
 
 
 # The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
@@ -204,7 +199,7 @@ class TorchEngine:
             accelerator.prepare(recipe.precision, undo, ranks_here=world.local_size, is_tuned=recipe.tune == "always")
             accelerator.reset_peak()
             undo.callback(optim.keep_compiler_out())
-            self.losses = Losses(loss, class_weights, self.device)
+            self.losses = Losses(loss, self.task, class_weights, self.device)
             self._build(model, capture=capture, cache_prefix=cache_prefix, head=head)
             self._undo = undo.pop_all()
 
@@ -234,6 +229,7 @@ class TorchEngine:
         self._average = None
         if recipe.ema:
             self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
+        self._state = TrainingState(self.model, self._optimizer, self.parameters, self._average)
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._optimizer.zero_grad, accelerator, self._report)
@@ -295,8 +291,7 @@ class TorchEngine:
 
     def place(self, samples: Split) -> TorchDataset:
         self._release_graph()
-        wanted, here = self.recipe.data.placement, self.world.local_size
-        return TorchDataset(self, place(samples, self.task, self.accelerator, wanted, ranks_here=here))
+        return TorchDataset(self, place(samples, self.task, self.accelerator, self.recipe.data.placement))
 
     def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
         began = self.world.seconds
@@ -316,7 +311,6 @@ class TorchEngine:
     def _step(self, source: DeviceImages, inputs: Step) -> None:
         batch = inputs.read()
         inputs.table.advance()
-        self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
         for number in range(self._micro_batches):
             self._gradients.begin_backward(is_last=number == self._micro_batches - 1)
@@ -339,7 +333,7 @@ class TorchEngine:
             # Compiling once more for the padded batch of an epoch takes longer than it saves.
             network = self._network if inputs.is_padded or self._compiled is None else self._compiled
             logits = network(images)
-            losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
+            losses = self.losses.of_batch(logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
@@ -504,8 +498,7 @@ class TorchEngine:
 
     def _tensors(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
         self.synchronise_buffers()
-        averages = self._average.tensors if self._average else {}
-        return averages | states.named_tensors(self.model, self._optimizer, self.parameters, weights_only=weights_only)
+        return self._state.tensors(weights_only=weights_only)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -522,15 +515,7 @@ class TorchEngine:
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         self._release_graph()
-        for name, value in self._tensors(weights_only=snapshot.weights_only).items():
-            if name in snapshot.tensors:
-                states.local(value).copy_(snapshot.tensors[name])
-        if snapshot.weights_only:
-            return
-        if any(name.startswith("optimizer.") for name in snapshot.tensors):
-            states.assign_numbers(self._optimizer, self.parameters, snapshot.tensors)
-        else:
-            states.clear(self._optimizer)
+        self._state.restore(snapshot)
 
     @torch.no_grad()
     def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:
@@ -539,7 +524,7 @@ class TorchEngine:
     @torch.no_grad()
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         self._release_graph()
-        states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
+        self._state.load(state, self.world)
 
     def forget_shapes(self) -> None:
         """Prepare for batches of other shapes: choose micro-batches and capture the step again."""

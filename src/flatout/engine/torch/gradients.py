@@ -15,11 +15,8 @@ ALIGNMENT = 16
 class Gradients:
     """The gradients of a single rank."""
 
-    def begin(self) -> None:
-        """Called before a step's backward passes."""
-
     def begin_backward(self, *, is_last: bool) -> None:
-        """Called before each; until the last of the step, gradients accumulate."""
+        """Called before each backward pass; until the last of a step, gradients accumulate."""
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
@@ -68,13 +65,10 @@ class BucketedAllReduce(Gradients):
         self._started, self._is_last = 0, True
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
-    def begin(self) -> None:
-        self._started = 0
+    def begin_backward(self, *, is_last: bool) -> None:
+        self._started, self._is_last = 0, is_last
         for part in self._parts:
             part.awaited = set(range(len(part.parameters)))
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        self._is_last = is_last
 
     def close(self) -> None:
         for hook in self._hooks:

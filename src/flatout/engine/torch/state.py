@@ -6,6 +6,7 @@ parameter, including Python numbers. In a sharded model these are DTensors, of w
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,51 +19,92 @@ from flatout.utils.errors import InputError
 Tensors = dict[str, torch.Tensor]
 
 
-def named_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, weights_only: bool
-) -> Tensors:
-    """Return what training changes, not copied."""
-    named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-    return named if weights_only else named | _optimizer_tensors(optimizer, parameters)
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of this rank's part of the training state; see `Engine.snapshot`."""
+
+    tensors: Tensors
+    weights_only: bool
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
-    # float64 preserves Python floats.
-    kept = {name: owner[key] for name, (owner, key) in _places(optimizer, parameters).items()}
-    return {
-        name: torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
-        for name, value in kept.items()
-    }
+class TrainingState:
+    """What training changes: a model, the optimizer of its `parameters`, and the average of its weights, if any."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        average: "WeightAverage | None",
+    ) -> None:
+        self._model, self._optimizer, self._parameters, self._average = model, optimizer, parameters, average
 
-def _places(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the place (dictionary, key) of each optimizer state, by the name in checkpoints."""
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    found = {}
-    for name, parameter in parameters.items():
-        own = optimizer.state.get(parameter, {})
-        # Some optimizers of timm count the steps of a whole group.
-        for owner, keys in ((groups[parameter], {"step"} & groups[parameter].keys()), (own, own)):
-            found |= {f"optimizer.{name}.{key}": (owner, key) for key in keys if owner[key] is not None}
-    return found
+    def tensors(self, *, weights_only: bool = False) -> Tensors:
+        """Return its tensors, not copied."""
+        named = self._average.tensors if self._average else {}
+        named = named | {f"model.{name}": value.detach() for name, value in self._model.state_dict().items()}
+        if weights_only:
+            return named
+        for name, (owner, key) in self._places().items():
+            # float64 preserves Python floats.
+            value = owner[key]
+            named[name] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        return named
 
+    def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Return the place (dictionary, key) of each optimizer state, by the name in checkpoints."""
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        found = {}
+        for name, parameter in self._parameters.items():
+            own = self._optimizer.state.get(parameter, {})
+            # Some optimizers of timm count the steps of a whole group.
+            for owner, keys in ((groups[parameter], {"step"} & groups[parameter].keys()), (own, own)):
+                found |= {f"optimizer.{name}.{key}": (owner, key) for key in keys if owner[key] is not None}
+        return found
 
-def assign_numbers(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Overwrite optimizer state that consists of Python numbers, which are immutable."""
-    for name, (owner, key) in _places(optimizer, parameters).items():
-        if isinstance(owner[key], int | float):
-            owner[key] = type(owner[key])(tensors[name].item())
+    def _assign_numbers(self, tensors: Tensors) -> None:
+        """Overwrite optimizer state that consists of Python numbers, which are immutable."""
+        for name, (owner, key) in self._places().items():
+            if isinstance(owner[key], int | float):
+                owner[key] = type(owner[key])(tensors[name].item())
 
+    def restore(self, snapshot: Snapshot) -> None:
+        """Overwrite this rank's part of the tensors; without optimizer state in a whole snapshot, forget it."""
+        for name, value in self.tensors(weights_only=snapshot.weights_only).items():
+            if name in snapshot.tensors:
+                local(value).copy_(snapshot.tensors[name])
+        if snapshot.weights_only:
+            return
+        if any(name.startswith("optimizer.") for name in snapshot.tensors):
+            self._assign_numbers(snapshot.tensors)
+            return
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group.pop("step", None)
 
-def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what an optimizer keeps."""
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group.pop("step", None)
+    def load(self, state: Tensors, world: World) -> None:
+        """Overwrite the tensors with rank 0's `state`; missing optimizer state is created."""
+        targets = self.tensors()
+        shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
+        found = {name: tuple(shape) for name, (shape, _) in shapes.items() if name.startswith("model.")}
+        expected = {name: tuple(target.shape) for name, target in targets.items() if name.startswith("model.")}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise InputError(
+                    f"the checkpoint does not fit the model: {name.removeprefix('model.')} has shape "
+                    f"{found.get(name)}; the model needs {expected.get(name)}"
+                )
+        if any(name.startswith("optimizer.") and name not in targets for name in shapes):
+            optim.create_state(self._optimizer)
+            targets = self.tensors()
+            for name, parameter in self._parameters.items():
+                # A parameter that never had a gradient.
+                if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
+                    self._optimizer.state.pop(parameter, None)
+        for name, (shape, dtype) in shapes.items():
+            if name in targets:
+                _receive(state.get(name), targets[name], shape, dtype, world)
+        self._assign_numbers(targets)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -80,36 +122,6 @@ def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tenso
         if world.is_main:
             state[name] = whole.to("cpu", copy=True).contiguous()
     return state
-
-
-def load(
-    state: Mapping[str, torch.Tensor],
-    targets: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    world: World,
-) -> None:
-    """Overwrite `targets`, the training state, with rank 0's `state`; missing optimizer state is created."""
-    shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
-    found = {name: tuple(shape) for name, (shape, _) in shapes.items() if name.startswith("model.")}
-    expected = {name: tuple(target.shape) for name, target in targets.items() if name.startswith("model.")}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise InputError(
-                f"the checkpoint does not fit the model: {name.removeprefix('model.')} has shape {found.get(name)}; "
-                f"the model needs {expected.get(name)}"
-            )
-    if any(name.startswith("optimizer.") and name not in targets for name in shapes):
-        optim.create_state(optimizer)
-        targets = targets | _optimizer_tensors(optimizer, parameters)
-        for name, parameter in parameters.items():
-            # A parameter that never had a gradient.
-            if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
-                optimizer.state.pop(parameter, None)
-    for name, (shape, dtype) in shapes.items():
-        if name in targets:
-            _receive(state.get(name), targets[name], shape, dtype, world)
-    assign_numbers(optimizer, parameters, targets)
 
 
 def _receive(
