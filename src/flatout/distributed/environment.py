@@ -1,6 +1,7 @@
 """The ranks and hosts of a run, defined by environment variables (torchrun, Slurm, Kubernetes, Ray) and flags."""
 
 import os
+import re
 from dataclasses import dataclass
 
 from flatout.utils.errors import InputError
@@ -17,12 +18,12 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NOD
 class Launched:
     """The rank of this process among all processes and among those of its host, and the address of the store."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
 
 
 def launched() -> Launched | None:
@@ -84,14 +85,12 @@ class Hosts:
     timeout: float = 120.0  # seconds
 
     def __post_init__(self) -> None:
-        parts = self.nodes.split(":")
-        are_numbers = all(part.isascii() and part.isdigit() for part in parts)
-        if len(parts) > 2 or not are_numbers or not 1 <= self.least <= self.most:
+        if not re.fullmatch("[0-9]+(:[0-9]+)?", self.nodes) or not 1 <= self.least <= self.most:
             raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
         if not self.timeout > 0:
             raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
-        host, _, port = self.rendezvous.rpartition(":")
-        if self.most > 1 and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        has_address = re.fullmatch(".+:[0-9]+", self.rendezvous) and 0 < self.address[1] < 65536
+        if self.most > 1 and not has_address:
             raise InputError(
                 f"--rendezvous {self.rendezvous}: --nodes {self.nodes} needs HOST:PORT, an address of the first host "
                 "and a port from 1 to 65535"

@@ -133,10 +133,9 @@ class World:
     def __init__(
         self, launched: Launched | None = None, device: torch.device | None = None, *, local_size: int = 1
     ) -> None:
-        self.rank = launched.rank if launched else 0
-        self.size = launched.size if launched else 1
-        self.local_rank = launched.local_rank if launched else 0
-        self.local_size = launched.local_size if launched else local_size
+        launched = launched or Launched(local_size=local_size)
+        self.rank, self.size = launched.rank, launched.size
+        self.local_rank, self.local_size = launched.local_rank, launched.local_size
         self.device = device or torch.device("cpu")
         # What adds up tensors: "memory", "gloo" or "nccl".
         self.backend = ""
