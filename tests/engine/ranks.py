@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -33,24 +33,18 @@ _SERVER.set_forkserver_preload(
 )
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory", together: bool = True
+) -> list[Any]:
     """Call function(world, *args) on each rank, with one thread; return all answers, or raise what a rank raises.
 
-    One rank is this process. The backend adds the numbers up: the memory of one host, or gloo as between hosts.
+    One rank is this process. The backend adds the numbers up: the memory of one host, or gloo as between hosts. Unless
+    `together`, ranks do not wait for each other at the end.
     """
     if size == 1:
         return [function(World(), *args)]
-    return _run(size, _answer_together, function, args, backend)
-
-
-def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
-    """As `on_ranks`, for ranks that do not wait for each other at the end."""
-    return _run(size, _answer, function, args, backend)
-
-
-def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: Backend):
     # As pickled bytes, since torch would send tensors through shared memory of the rank, which ends.
-    asked = pickle.dumps((call, function, args, backend))
+    asked = pickle.dumps((function, args, backend, together))
     store = serve_store(HOST, 0)
     with contextlib.ExitStack() as stack:
         connections = []
@@ -102,14 +96,17 @@ def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> N
     os.environ.update(variables)
     torch.set_num_threads(1)
     try:
-        call, function, args, backend = pickle.loads(asked)
+        function, args, backend, together = pickle.loads(asked)
         found = launched()
         assert found is not None
         world = World(found, torch.device("cpu"))
         world.join(found)
         assert world.backend == backend
         try:
-            told = pickle.dumps((call(world, function, args), None))
+            answer = function(world, *args)
+            if together:
+                world.barrier()
+            told = pickle.dumps((answer, None))
         finally:
             world.leave()
     except BaseException as error:
@@ -121,13 +118,3 @@ def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> N
         except Exception:  # what an error holds may be anything
             told = pickle.dumps((None, RuntimeError(where)))
     sender.send_bytes(told)
-
-
-def _answer(world: World, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    return function(world, *args)
-
-
-def _answer_together(world: World, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    answer = function(world, *args)
-    world.barrier()
-    return answer

@@ -12,7 +12,7 @@ from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.train.run import agree
 from flatout.utils.errors import InputError, RankLost
-from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
+from tests.engine.ranks import Backend, on_ranks
 from tests.engine.test_against_plain_loop import make_recipe
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
@@ -145,7 +145,7 @@ def part(world: World, how: str) -> str:
 
 @pytest.mark.parametrize(("backend", "how"), [("memory", "sum"), ("memory", "bucket"), ("gloo", "bucket")])
 def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> None:
-    told, _ = on_ranks_that_part(2, part, how, backend=backend)
+    told, _ = on_ranks(2, part, how, backend=backend, together=False)
     assert "rank 1 is gone" in told or "rank 0 lost touch with the others" in told
 
 
