@@ -101,7 +101,7 @@ REHEARSAL = Scale(
     image_count=32,
     small_batch=64,
     small_images=256,
-    ways=("eager", "graph"),  # tests/cuda_mock/test_compiled.py has the third
+    ways=("eager", "graph"),  # tests/cuda_mock/test_steps.py has the third
     command=("--epochs", "1"),
     tests=("--maxfail=1",),
 )

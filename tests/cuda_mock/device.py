@@ -20,7 +20,7 @@ from tests.cuda_mock.build import ROOT, build
 HOST = "127.0.0.1"
 
 # A scenario that takes longer hangs.
-SECONDS = 300
+SECONDS = 600
 
 
 def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:

@@ -30,17 +30,14 @@ class Case:
     optimizer: Optimizer
 
 
-def _norm_net() -> nn.Module:
+def _net(*norm: nn.Module) -> nn.Module:
     # The last layer but one pools, so gradients of the convolutions are in channels_last order on every device.
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(150, CLASSES)
-    )
+    return nn.Sequential(nn.Conv2d(3, 6, 3), *norm, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(150, CLASSES))
 
 
-def _plain_net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(150, CLASSES))
+def _norm_net() -> nn.Module:
+    return _net(nn.BatchNorm2d(6))
 
 
 def _recipe(**changes: object) -> Recipe:
@@ -62,7 +59,7 @@ CASES = {
         optimizer=lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=0.05, fused=True),
     ),
     "label smoothing, padded batch": Case(
-        make_net=_plain_net,
+        make_net=_net,
         recipe=_recipe(label_smoothing=0.1),
         count=3 * BATCH - 3,
         optimizer=lambda p, lr: torch.optim.SGD(p, lr, fused=True),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
+from flatout.config.jobs import builtin_jobs
 from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.environment import launched
 from flatout.distributed.shared_memory import Bucket
@@ -53,6 +54,18 @@ from tests.engine.test_prefix import frozen_net
 GPU = torch.device("cuda:0")
 # Recorded steps whose mean is compared with budgets.
 STEPS = 3
+TIMM = [
+    "test_efficientnet",
+    "test_vit",
+    "test_convnext",
+    "test_mambaout",
+    "test_nfnet",
+    "test_byobnet",
+    "resnet18",
+    "mobilenetv4_conv_small",
+    "hgnetv2_b0",
+    "regnety_002",
+]
 
 
 # --- what a step does -------------------------------------------------------------------------------------------------
@@ -87,13 +100,10 @@ def _train(split: TorchDataset, inputs: Iterator[tuple[int, Any]]) -> None:
         split.train_step(batch, 0.1, number)
 
 
-def job(name: str) -> dict[str, Any]:
-    recipe = job_recipe(name)
-    return measure(job_net(recipe), recipe, classes=2 if recipe.loss == "binary-cross-entropy" else CLASSES)
-
-
-def jobs(names: list[str]) -> dict[str, Any]:
-    return {name: job(name) for name in names}
+def jobs() -> dict[str, Any]:
+    recipes = {name: job_recipe(name) for name in builtin_jobs()}
+    classes = {name: 2 if recipe.loss == "binary-cross-entropy" else CLASSES for name, recipe in recipes.items()}
+    return {name: measure(job_net(recipe), recipe, classes=classes[name]) for name, recipe in recipes.items()}
 
 
 def large() -> dict[str, Any]:
@@ -106,9 +116,9 @@ def large() -> dict[str, Any]:
     return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
 
 
-def compiled(model: str, size: int) -> dict[str, Any]:
-    """Return what the step of a network does on images of so many pixels, and what it does once torch compiled it."""
-    recipe = net_recipe(model=model, image_size=size, channels=3, precision="bf16", **_colours(3))
+def compiled() -> dict[str, Any]:
+    """Return what the step of a network does, and what it does once torch compiled it."""
+    recipe = net_recipe(model="fast-cnn-16", image_size=32, channels=3, precision="bf16", **_colours(3))
     recipes = {"eager": recipe, "compiled": recipe.override({"tune": "always"})}
     return {way: measure(build_model(recipe, CLASSES), recipe) for way, recipe in recipes.items()}
 
@@ -117,8 +127,8 @@ def cases() -> dict[str, Any]:
     return {name: measure(net_of(name), net_recipe(**changes)) for name, changes in CASES.items()}
 
 
-def timm_models(names: list[str]) -> dict[str, Any]:
-    recipes = {name: net_recipe(model=f"timm:{name}", image_size=64, channels=3, **_colours(3)) for name in names}
+def timm_models() -> dict[str, Any]:
+    recipes = {name: net_recipe(model=f"timm:{name}", image_size=64, channels=3, **_colours(3)) for name in TIMM}
     return {name: measure(build_model(recipe, CLASSES), recipe) for name, recipe in recipes.items()}
 
 
@@ -281,10 +291,10 @@ def numbers() -> dict[str, Any]:
     return found
 
 
-def recorded_numbers(jobs: list[str]) -> dict[str, Any]:
+def recorded_numbers() -> dict[str, Any]:
     """Return which tensors differ between recorded and eager steps."""
     found = {name: _compare(lambda n=name: net_of(n), net_recipe(**EXACT | CASES[name])) for name in CASES}
-    for job in jobs:
+    for job in builtin_jobs():
         recipe = job_recipe(job, **EXACT)
         found[job] = _compare(lambda recipe=recipe: job_net(recipe), recipe)
     found["a cached prefix"] = _compare(frozen_net, net_recipe(**EXACT))
@@ -375,10 +385,6 @@ def _on_rank(found: Any) -> Any:
     return found
 
 
-def _skips_the_sum(bucket: Bucket) -> None:
-    pass
-
-
 def ranks() -> dict[str, Any]:
     """Return what a step of two ranks does, and which tensors of recorded steps differ from eager ones."""
     world = _joined()
@@ -391,20 +397,23 @@ def ranks() -> dict[str, Any]:
     found: dict[str, Any] = {"numbers": numbers}
     for norm in ("global", "per-device"):
         found[norm] = measure(norm_net(), net_recipe(norm=norm), world=world)
-    with mock.patch.multiple(Bucket, start=_skips_the_sum, finish=lambda bucket: bucket.input):
+    with mock.patch.multiple(Bucket, start=lambda bucket: None, finish=lambda bucket: bucket.input):
         found["all-reduce left out"] = measure(norm_net(), net_recipe(), world=world)
     return _on_rank(found)
 
 
-def resnet_on_ranks() -> dict[str, Any]:
-    """Return what a step of two ranks does that normalise together."""
+def more_ranks() -> dict[str, Any]:
+    """Return what a step of two ranks does that normalise together, and one of two whose model is sharded."""
     recipe = net_recipe(model="timm:resnet50", image_size=64, channels=3, precision="bf16", **_colours(3))
-    return _on_rank(measure(build_model(recipe, CLASSES), recipe, world=_joined()))
+    resnet = measure(build_model(recipe, CLASSES), recipe, world=_joined())
+    return _on_rank({"resnet": resnet, "sharded": measure(norm_net(), net_recipe(shard="full"), world=_joined())})
 
 
-def sharded() -> dict[str, Any]:
-    """Return what a step of two ranks does whose model is sharded."""
-    return _on_rank(measure(norm_net(), net_recipe(shard="full"), world=_joined()))
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def several(names: list[str]) -> dict[str, Any]:
+    return {name: globals()[name]() for name in names}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The engine's steps with a CUDA runtime that stands in for a GPU: what is recorded, and what that costs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flatout.config.jobs import builtin_jobs
 from tests.cuda_mock import device
 from tests.engine.recorded import CASES
 
@@ -27,18 +27,6 @@ NODES_OF_RANKS = {"global": 124, "per-device": 100}
 # together, three or four tables.
 KERNELS_PER_STEP, COPIES_PER_STEP, BYTES_PER_STEP = 3.5, 1.5, 400
 PINNED_BYTES = 2048
-TIMM = [
-    "test_efficientnet",
-    "test_vit",
-    "test_convnext",
-    "test_mambaout",
-    "test_nfnet",
-    "test_byobnet",
-    "resnet18",
-    "mobilenetv4_conv_small",
-    "hgnetv2_b0",
-    "regnety_002",
-]
 
 
 pytestmark = pytest.mark.usefixtures("mock")
@@ -46,6 +34,23 @@ pytestmark = pytest.mark.usefixtures("mock")
 
 def run(name: str, *args: Any, **options: Any) -> Any:
     return device.run("tests.cuda_mock.scenarios", name, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Any]:
+    """What the quick scenarios of one GPU return, which share a process."""
+    return run("several", ["numbers", "planted_numbers", "recorded_evaluations", "failed_capture", "planted"])
+
+
+@pytest.fixture(scope="module")
+def slow() -> dict[str, Any]:
+    """Likewise the slow ones."""
+    return run("several", ["jobs", "large", "cases", "timm_models", "recorded_numbers"])
+
+
+@pytest.fixture(scope="module")
+def slow_ranks() -> list[dict[str, Any]]:
+    return run("more_ranks", ranks=2)
 
 
 def check_recorded(found: dict[str, Any], *, groups: int = 1) -> None:
@@ -65,24 +70,17 @@ def check_recorded(found: dict[str, Any], *, groups: int = 1) -> None:
     assert found["held"]["device bytes"] == start["device bytes"]
 
 
-def test_a_job() -> None:
-    found = run("job", "fashion-mnist")
-    check_recorded(found)
-    assert found["start"]["graph nodes"] <= NODES["fashion-mnist"]
-
-
 @pytest.mark.slow
-def test_budgets_of_jobs_and_networks() -> None:
-    for name, found in (run("jobs", builtin_jobs()) | run("large")).items():
+def test_budgets_of_jobs_and_networks(slow: dict[str, Any]) -> None:
+    for name, found in (slow["jobs"] | slow["large"]).items():
         check_recorded(found)
         assert found["start"]["graph nodes"] <= NODES[name], name
 
 
 @pytest.mark.slow
-def test_budgets_of_all_cases() -> None:
-    found = run("cases")
-    assert found.keys() == CASES.keys()
-    for name, one in found.items():
+def test_budgets_of_all_cases(slow: dict[str, Any]) -> None:
+    assert slow["cases"].keys() == CASES.keys()
+    for name, one in slow["cases"].items():
         if "streamed" in name:
             # Its images are copied in each step, on a stream of their own, and then to where the graph reads them.
             assert one["notes"][-1] == RECORDED
@@ -93,28 +91,39 @@ def test_budgets_of_all_cases() -> None:
 
 
 @pytest.mark.slow
-def test_networks_of_timm() -> None:
-    for one in run("timm_models", TIMM).values():
+def test_networks_of_timm(slow: dict[str, Any]) -> None:
+    for one in slow["timm_models"].values():
         check_recorded(one)
 
 
-def test_recorded_steps_compute_what_a_plain_loop_does() -> None:
-    for name, found in run("numbers").items():
+@pytest.mark.slow
+def test_a_compiled_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    found = run("compiled")
+    for one in found.values():
+        assert one["notes"] == [RECORDED]
+        check_recorded(one)
+    # Kernels are fused.
+    assert found["compiled"]["start"]["graph nodes"] < found["eager"]["start"]["graph nodes"]
+
+
+def test_recorded_steps_compute_what_a_plain_loop_does(quick: dict[str, Any]) -> None:
+    for name, found in quick["numbers"].items():
         assert (found["notes"], found["different"]) == ([RECORDED], []), name
 
 
 @pytest.mark.slow
-def test_recorded_steps_compute_what_eager_ones_do() -> None:
-    everything = run("recorded_numbers", builtin_jobs())
-    for name, found in everything.items():
+def test_recorded_steps_compute_what_eager_ones_do(slow: dict[str, Any]) -> None:
+    for name, found in slow["recorded_numbers"].items():
         assert (found["notes"][-1], found["different"]) == (RECORDED, []), name
     # Of each split, and again after a state was loaded.
-    assert everything["recorded anew"]["notes"] == 4 * [RECORDED]
+    assert slow["recorded_numbers"]["recorded anew"]["notes"] == 4 * [RECORDED]
 
 
-def test_planted_numbers_differ() -> None:
+def test_planted_numbers_differ(quick: dict[str, Any]) -> None:
     """The padded batch replays the record of a full one; or the learning rate stays what it was."""
-    found = run("planted_numbers")
+    found = quick["planted_numbers"]
     assert "model.3.running_var" in found["constants"]
     assert "model.0.weight" in found["rate"]
 
@@ -135,19 +144,19 @@ def test_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_resnet_on_two_gpus_sums_each_layer_once_in_each_direction() -> None:
-    for found in run("resnet_on_ranks", ranks=2):
-        check_recorded(found)
-        recorded, layers, buckets = found["start"], 53, 7
+def test_a_resnet_on_two_gpus_sums_each_layer_once_in_each_direction(slow_ranks: list[dict[str, Any]]) -> None:
+    for found in slow_ranks:
+        check_recorded(found["resnet"])
+        recorded, layers, buckets = found["resnet"]["start"], 53, 7
         assert recorded["recorded all-gather"] == layers
         assert recorded["recorded all-reduce"] <= layers + buckets
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_not_recorded() -> None:
-    for found in run("sharded", ranks=2):
-        assert found["notes"] == [f"{EAGER}a sharded model cannot be recorded"]
-        assert found["start"].get("illegal call", 0) == 0
+def test_a_sharded_model_is_not_recorded(slow_ranks: list[dict[str, Any]]) -> None:
+    for found in slow_ranks:
+        assert found["sharded"]["notes"] == [f"{EAGER}a sharded model cannot be recorded"]
+        assert found["sharded"]["start"].get("illegal call", 0) == 0
 
 
 def test_a_slow_gpu_holds_back_the_host() -> None:
@@ -157,8 +166,8 @@ def test_a_slow_gpu_holds_back_the_host() -> None:
     assert max(found["pinned bytes"][8:]) <= 8 * found["batch bytes"]
 
 
-def test_an_evaluation_after_every_epoch_is_replayed() -> None:
-    for name, found in run("recorded_evaluations").items():
+def test_an_evaluation_after_every_epoch_is_replayed(quick: dict[str, Any]) -> None:
+    for name, found in quick["recorded_evaluations"].items():
         # Full batches and a padded one; then the results are read once.
         assert found["counters"]["graph launch"] == found["batches"]
         assert found["counters"]["kernel"] <= 12 or name != "plain"
@@ -166,8 +175,8 @@ def test_an_evaluation_after_every_epoch_is_replayed() -> None:
         assert found["gpu"] == pytest.approx(found["cpu"], rel=1e-5)
 
 
-def test_a_failed_capture_is_survived() -> None:
-    found = run("failed_capture")
+def test_a_failed_capture_is_survived(quick: dict[str, Any]) -> None:
+    found = quick["failed_capture"]
     assert all(one["different"] == [] for one in found.values())
     assert {name: one["notes"] for name, one in found.items()} == {
         "item": [f"{EAGER}called a synchronizing CUDA operation"],
@@ -177,8 +186,8 @@ def test_a_failed_capture_is_survived() -> None:
     }
 
 
-def test_planted_defects_are_caught() -> None:
-    found = run("planted")
+def test_planted_defects_are_caught(quick: dict[str, Any]) -> None:
+    found = quick["planted"]
     check_recorded(found["none"])
     for defect, reason in {
         "item": "called a synchronizing CUDA operation",

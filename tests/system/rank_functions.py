@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
 
 TWO = ("cpu", "cpu")
+# The command without pictures and report, which take longer than a small run.
+FLATOUT = (
+    sys.executable,
+    "-c",
+    "import sys; from flatout.cli.main import main; from flatout.train.request import Options\n"
+    "Options.__init__.__kwdefaults__['report'] = False; sys.exit(main())",
+)
 RANK, ATTEMPT = "RANK", "TORCHELASTIC_RESTART_COUNT"
 
 

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -24,7 +23,7 @@ from flatout.distributed.environment import Hosts
 from flatout.utils.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually
-from tests.system.rank_functions import run
+from tests.system.rank_functions import FLATOUT, run
 from tests.system.run_files import free_port, metrics, summary, weights, write_digits
 
 
@@ -101,6 +100,10 @@ CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "-
 TRAIN = ("train", "digits", "--data", "digits.npz", *NET, *CONSTANT)
 
 
+def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A network namespace with one address, and the folder that a person on that host would work in."""
@@ -112,14 +115,8 @@ class Host:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Run flatout on this host; `ip netns exec` becomes the command, so the process is flatout's own."""
         environment = {**os.environ, "FLATOUT_CACHE": str(self.folder / "cache")}
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, sys.executable, "-m", "flatout", *arguments],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["ip", "netns", "exec", self.namespace, *FLATOUT, *arguments]
+        return start_process(command, cwd=self.folder, env=environment)
 
     def processes(self) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
@@ -184,7 +181,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, no_pictures_in_module: None) -> Path:
     """The run in one process; its data is beside it."""
     folder = tmp_path_factory.mktemp("alone")
     data = ("--data", str(write_digits(folder / "digits.npz")))
@@ -223,17 +220,6 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], alon
     assert here == {"logs/devices", "logs/rank-2.log"}
 
 
-@pytest.mark.slow
-def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
-    processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", "--epochs", "10000") for rank in (0, 1)]
-    wait_for_an_epoch(hosts[0].folder / "run", processes)
-    for rank in psutil.Process(processes[1].pid).children(recursive=True):
-        rank.kill()
-    said = outputs(processes, timeout=15)
-    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
-    assert all("SIGKILL" in text for text in said)
-
-
 def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs: int = 1) -> None:
     deadline = time.monotonic() + 120
     metrics = run / "metrics.jsonl"
@@ -245,6 +231,7 @@ def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures_in_module")
 def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     run, length = hosts[0].folder / "run", ("--epochs", "40", "--batch-size", "200")
     processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
@@ -270,18 +257,6 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
     assert losses(run)[:3] == pytest.approx(losses(alone)[:3], rel=1e-3)
 
 
-@pytest.mark.slow
-def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> None:
-    """Different recipes: `test_ranks_with_different_recipes_are_told_apart`."""
-    with np.load(hosts[0].folder / "digits.npz") as arrays:
-        np.savez(hosts[1].folder / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
-    processes = [start(hosts, rank, *TRAIN, "--devices", "cpu") for rank in (0, 1)]
-    said = outputs(processes)
-    assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
-    assert "data images and labels" in said[0]
-    assert not (hosts[0].folder / "run").exists()
-
-
 # --- processes that another launcher starts ---------------------------------------------------------------------------
 
 
@@ -290,17 +265,32 @@ def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> N
 def test_ranks_of_other_launchers_give_the_answer_of_one_process(launcher: str, alone: Path, tmp_path: Path) -> None:
     """Slurm's tasks by the variables of srun."""
     train = [*TRAIN, "--data", str(alone.parent / "digits.npz"), "--devices", "2xcpu", "--out", str(tmp_path / "run")]
-    module, environments = ["-m", "flatout", *train], [os.environ.copy()]
+    command, environments = [*FLATOUT, *train], [os.environ.copy()]
     if launcher == "torchrun":
-        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        command = [sys.executable, *torchrun, *command]
     else:
         step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
         step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **os.environ}
         environments = [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([sys.executable, *module], env=env, **pipes) for env in environments]
+    processes = [start_process(command, env=env) for env in environments]
     said = outputs(processes)
     assert {process.returncode for process in processes} == {0}, "\n".join(said)
     assert_same_answer(tmp_path / "run", alone)
     assert {log.name for log in (tmp_path / "run" / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
     assert "".join(said).count("epoch 1/1") == 1, "one rank speaks"
+
+
+@pytest.mark.slow
+def test_hosts_with_different_data_are_told_apart(alone: Path, tmp_path: Path) -> None:
+    """Each rank is a host of its own. Different recipes: `test_ranks_with_different_recipes_are_told_apart`."""
+    with np.load(alone.parent / "digits.npz") as arrays:
+        np.savez(tmp_path / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    train = [*FLATOUT, *TRAIN, "--devices", "cpu", "--out", str(tmp_path / "run")]
+    folders = {"0": alone.parent, "1": tmp_path}
+    processes = [start_process(train, cwd=folder, env=shared | {"RANK": rank}) for rank, folder in folders.items()]
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
+    assert "data images and labels" in said[0]
+    assert not (tmp_path / "run").exists()

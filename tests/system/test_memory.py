@@ -2,11 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.system.rank_functions import FLATOUT
 
 # Fewer images than FEW would not fill the buffers.
 FEW, MANY = 4_500, 15_000
@@ -35,7 +36,7 @@ def peak_bytes(data: Path, folder: Path) -> int:
     """Train one epoch in a process of its own, and return the most memory that it held."""
     (folder / "pooled.py").write_text(MODEL)
     model, out = f"{folder / 'pooled.py'}:make", folder / f"run-{data.name}"
-    command = [sys.executable, "-m", "flatout", "train", str(data), "--model", model, "--epochs", "1"]
+    command = [*FLATOUT, "train", str(data), "--model", model, "--epochs", "1"]
     changes = ["--set", "data.placement=disk", "--set", "data.order=blocks", "--batch-size", "32"]
     where = ["--devices", "cpu", "--out", str(out)]
     result = subprocess.run([*command, *changes, *where], capture_output=True, text=True, check=False)
