@@ -52,7 +52,7 @@ def exercise(world: World) -> dict[str, Any]:
 
 def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """Fill the buckets several times, so that each half of their memory is used again."""
-    buckets, rounds = world.buckets(BUCKETS, dtype), []
+    buckets, rounds = world.buckets([(size, dtype) for size in BUCKETS]), []
     for turn in range(ROUNDS):
         for size, bucket in zip(BUCKETS, buckets, strict=True):
             bucket.input.copy_(numbers(world.rank, (size,), dtype, turn))
@@ -125,7 +125,7 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
 
 def part(world: World, how: str) -> str:
     """Leave as rank 1 while the others wait for it; return what they are told."""
-    bucket = world.buckets([10], torch.float32)[0]
+    (bucket,) = world.buckets([(10, torch.float32)])
     if world.rank == 1:
         return ""
     try:

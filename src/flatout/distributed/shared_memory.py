@@ -65,18 +65,13 @@ class SharedMemory:
         self.wait(_SUM, self.signal(_SUM))
         return rows.sum(0, dtype=values.dtype)
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[Bucket]":
-        """Return a bucket for each number of elements; they are to be started in this order."""
-        each = ALIGNMENT // dtype.itemsize
-        rounded = [-(-size // each) * each for size in sizes]
-        rows = self._allocate(2 * self.size * sum(rounded) * dtype.itemsize).view(dtype)
-        buckets: list[Bucket] = []
-        offset = 0
-        for size, room in zip(sizes, rounded, strict=True):
-            end = offset + 2 * self.size * room
-            buckets.append(SharedBucket(self, rows[offset:end].view(2, self.size, room)[:, :, :size]))
-            offset = end
-        return buckets
+    def buckets(self, sizes: Sequence[tuple[int, torch.dtype]]) -> "list[Bucket]":
+        """See `World.buckets`."""
+        # Bytes of a row.
+        rooms = [-(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT for size, dtype in sizes]
+        blocks = self._allocate(2 * self.size * sum(rooms)).split([2 * self.size * room for room in rooms])
+        rows = [block.view(2, self.size, -1).view(dtype) for block, (_, dtype) in zip(blocks, sizes, strict=True)]
+        return [SharedBucket(self, each[:, :, :size]) for each, (size, _) in zip(rows, sizes, strict=True)]
 
     def signal(self, event: int) -> int:
         """Signal to the other ranks that this one has reached an event; return its count."""

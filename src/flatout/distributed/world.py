@@ -171,11 +171,11 @@ class World:
         self.seconds += time.perf_counter() - began
         return total
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Bucket]:
-        """Return a bucket for each number of elements; every rank must start them in this order."""
+    def buckets(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Bucket]:
+        """Return a bucket for each number and type of elements; every rank must start them in this order."""
         if self._memory is not None:
-            return self._memory.buckets(sizes, dtype)
-        return [Bucket(size, dtype, self.device) for size in sizes]
+            return self._memory.buckets(sizes)
+        return [Bucket(size, dtype, self.device) for size, dtype in sizes]
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""

@@ -73,7 +73,7 @@ class Accelerator:
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
         self.ranks_here, self.is_tuned = ranks_here, is_tuned
-        self.adapt_process(undo, self.precision, self.threads)
+        self.adapt_process(undo)
 
     def choose_precision(self, wanted: str) -> str:
         """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
@@ -103,7 +103,7 @@ class Accelerator:
         """Those that the hardware supports, the default first."""
         return ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack) -> None:
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         if not self.is_host:
             module = torch.get_device_module(self.device)
@@ -253,10 +253,10 @@ class CPU(Accelerator):
         has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        super().adapt_process(undo, precision, threads)
+    def adapt_process(self, undo: contextlib.ExitStack) -> None:
+        super().adapt_process(undo)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads)
+        torch.set_num_threads(self.threads)
         # Arithmetic on denormal numbers takes hundreds of cycles. A product tests whether they are flushed.
         is_flushed = not torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item()
         undo.callback(torch.set_flush_denormal, is_flushed)
@@ -287,13 +287,13 @@ class CUDA(Accelerator):
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
 
-    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+    def adapt_process(self, undo: contextlib.ExitStack) -> None:
         # All work is queued on a separate stream: the default stream cannot be captured, and autograd accumulates a
         # parameter's gradient on the stream that was current when it first saw the parameter.
         undo.enter_context(torch.cuda.device(self.device))
         undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-        super().adapt_process(undo, precision, threads)
-        cudnn, has_tf32 = torch.backends.cudnn, precision != "fp32"
+        super().adapt_process(undo)
+        cudnn, has_tf32 = torch.backends.cudnn, self.precision != "fp32"
         # Without measuring, cuDNN's choice is 3 % slower for fashion-cnn on an H100, but a second earlier.
         for setting, wanted in (("benchmark", self.is_tuned), ("allow_tf32", has_tf32)):
             undo.callback(setattr, cudnn, setting, getattr(cudnn, setting))

@@ -225,17 +225,16 @@ class CapturedStep:
             graph = self._accelerator.capture(lambda: self._step(source, static))
         except (RuntimeError, RankLost) as error:
             # The end of the failed capture raises an error, too; a collective in it seems to have lost its peers.
-            self.refuse(causes(error)[-1])
+            self.refuse(first_line(causes(error)[-1]))
             return
         if not self._graphs:
             self._report("the whole step runs as one CUDA graph")
         self._graphs[inputs.constants] = graph, static
 
-    def refuse(self, reason: BaseException | str) -> None:
+    def refuse(self, reason: str) -> None:
         """Run all steps eagerly from here on."""
         self.is_off = True
-        text = first_line(reason) if isinstance(reason, BaseException) else reason
-        self._report(f"the step runs without a CUDA graph: {text}")
+        self._report(f"the step runs without a CUDA graph: {reason}")
 
     def release(self) -> None:
         """Free the graphs, so that their communicator can be closed; later steps are captured again."""

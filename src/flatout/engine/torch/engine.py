@@ -426,14 +426,27 @@ class TorchEngine:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)
         self._gradients.begin_backward(is_last=False)
+        if self._is_to_be_compiled:
+            self._compiled = None  # of a trial that ran out of memory
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
             # The first time, libraries are initialised, which may wait for the device.
             self._backward(source, inputs, alone)
             if self._is_to_be_compiled:
-                self._compile(source, inputs, alone)
+                # What `alone` has noted by now would change in the first pass, and the model would be compiled twice.
+                self._compiled = torch.compile(self._network)
+                problem = self._problem(source, inputs, alone, contextlib.nullcontext())
+                self._is_to_be_compiled = False
+                if problem:
+                    self._compiled = None
+                    self._report(f"the model is not compiled: {problem}")
             if self._captured and not self._captured.is_off:
-                self._check_capture(self._captured, source, inputs, alone)
+                # A step that waits for the device would fail in the capture.
+                problem = self._problem(source, inputs, alone, self.accelerator.refusing_to_wait())
+                if alone.normalised_others and self.world.is_joined:
+                    problem = "the ranks exchange the length of what the model normalises besides its batch"
+                if problem:
+                    self._captured.refuse(problem)
         finally:
             self._batch_norm.was_used |= alone.was_used
             self._optimizer.zero_grad()
@@ -442,36 +455,23 @@ class TorchEngine:
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
 
-    def _compile(self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm) -> None:
-        """Compile the model for a micro-batch that has been computed.
-
-        What `alone` has noted by then would change in the first pass, and the model would be compiled twice.
-        """
-        self._compiled = torch.compile(self._network)
+    def _problem(
+        self,
+        source: DeviceImages,
+        inputs: DeviceBatch,
+        alone: BatchNorm,
+        context: contextlib.AbstractContextManager[object],
+    ) -> str:
+        """Compute a micro-batch in a context; return what fails in a line, except that memory runs out."""
         self._optimizer.zero_grad()
         try:
-            self._backward(source, inputs, alone)
-        except Exception as error:  # the compiler raises anything
-            self._compiled = None
-            if is_out_of_memory(error):
-                raise
-            self._report(f"the model is not compiled: {first_line(error)}")
-        self._is_to_be_compiled = False
-
-    def _check_capture(
-        self, captured: CapturedStep, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm
-    ) -> None:
-        """Refuse to capture a step that waits for the device, which would fail later."""
-        self._optimizer.zero_grad()
-        try:
-            with self.accelerator.refusing_to_wait():
+            with context:
                 self._backward(source, inputs, alone)
-        except RuntimeError as error:
+        except Exception as error:  # the compiler raises anything
             if is_out_of_memory(error):
                 raise
-            captured.refuse(error)
-        if alone.normalised_others and self.world.is_joined:
-            captured.refuse("the ranks exchange the length of what the model normalises besides its batch")
+            return first_line(error)
+        return ""
 
     # --- results and state ----------------------------------------------------------------------------------------
 

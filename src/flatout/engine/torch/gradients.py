@@ -5,7 +5,6 @@ import time
 import torch
 from torch import nn
 
-from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
 
 BUCKET_BYTES = 16 << 20
@@ -60,7 +59,9 @@ class BucketedAllReduce(Gradients):
         self._world, self._extras, self._is_async = world, extras, is_async
         # The last parameters' gradients are computed first. A bucket is sent when it is complete.
         self._parts = _partition(parameters[::-1])
-        self._buckets = _make_buckets(self._parts, world, extras)
+        sizes = [part.end + len(part.parameters) for part in self._parts]
+        sizes[-1] += extras
+        self._buckets = world.buckets([(n, part.dtype) for n, part in zip(sizes, self._parts, strict=True)])
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
         self._started, self._is_last = 0, True
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
@@ -136,14 +137,3 @@ def _partition(parameters: list[nn.Parameter]) -> list[_Part]:
         # A narrower type would round the extra numbers, which are sums and counts.
         parts.append(_Part([], torch.float32))
     return parts
-
-
-def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
-    """Those of one type share one block of memory."""
-    sizes = [part.end + len(part.parameters) for part in parts]
-    sizes[-1] += extras
-    buckets: dict[int, Bucket] = {}
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        chosen = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        buckets |= dict(zip(chosen, world.buckets([sizes[i] for i in chosen], dtype), strict=True))
-    return [buckets[i] for i in range(len(parts))]
