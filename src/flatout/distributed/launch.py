@@ -244,7 +244,7 @@ class _Launch:
     def _ended_ranks(self, agent: "LocalElasticAgent", result: "RunResult") -> list[_EndedRank]:
         ended = []
         for worker in agent.get_worker_group().workers:
-            outcome = Outcome(kind="killed", message="", value=None, time=time.time())
+            outcome = Outcome(kind="killed", value=RankLost("all ranks were ended"), time=time.time())
             with contextlib.suppress(OSError):
                 outcome = pickle.loads((self._folder / f"outcome-{worker.local_rank}").read_bytes())
             failure = result.failures.get(worker.global_rank)
@@ -262,22 +262,22 @@ class _Launch:
             return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")
         if refused := [rank for rank in ranks if rank.kind == "error"]:
             # Usually all have raised the same error; report that of the lowest rank.
-            return _End(error=refused[0].value, reason=refused[0].message)
+            return _End(error=refused[0].value)
         if cause := self._cause(ranks):
             return self._explain(cause, ranks)
         if self._signal:
             return _End(error=self._signal_error(), reason="the user stopped the run")
-        first = min(ranks, key=lambda rank: rank.time)
+        first = min((rank for rank in ranks if rank.kind != "done"), key=lambda rank: rank.time)
         if first.kind == "stopped":
             # Another host may have stopped the ranks to let a new host in.
             is_over = not hosts.are_several or hosts.reason() != ""
             return _End(error=first.value, reason="the run was stopped", may_restart=not is_over, is_counted=False)
         if not hosts.are_several:
-            return _End(error=RankLost(first.message or "all ranks were ended"), reason=first.message, may_restart=True)
-        reason = first.message if first.kind == "silent" else "the ranks of another host are gone"
+            return _End(error=first.value, reason=str(first.value), may_restart=True)
         told = hosts.reason(_REASON_SECONDS)
-        error = TrainingFailed(f"{told or reason}\nThe ranks of this host were ended; see the logs of the other one.")
-        return _End(error=error, reason=told or reason, may_restart=not told)
+        reason = told or (str(first.value) if first.kind == "silent" else "the ranks of another host are gone")
+        error = TrainingFailed(f"{reason}\nThe ranks of this host were ended; see the logs of the other one.")
+        return _End(error=error, reason=reason, may_restart=not told)
 
     def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
         """Return the rank that ended first: not because of another rank, nor by a signal of the user or the agent."""
@@ -297,12 +297,12 @@ class _Launch:
         output, advice = self._folder / f"output-{cause.local_rank}", ""
         position = read_position(self._folder, cause.local_rank)
         text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-        waited = [rank.message for rank in ranks if rank.kind == "silent"]
+        waited = [str(rank.value) for rank in ranks if rank.kind == "silent"]
         if cause.kind == "memory":
-            reason = f"ran out of memory {position}: {cause.message}"
+            reason = f"ran out of memory {position}: {cause.value}"
             advice = " A smaller batch_size or more devices need less memory on each."
         elif cause.kind == "crash":
-            reason = f"failed {position}: {cause.message}"
+            reason = f"failed {position}: {cause.value}"
         elif hung := _HUNG.search(text):
             reason = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
         elif waited:

@@ -40,12 +40,11 @@ class PeerSilent(RankLost):
 class Outcome:
     """How the function of a rank ended, when, and its result or the exception to raise.
 
-    "lost" and "silent" have a cause in another rank, "error" is for the user to read; a rank that has written nothing
-    was killed.
+    "lost" and "silent" have a cause in another rank, "error" is for the user to read, "memory" and "crash" are a
+    TrainingFailed with the text of what was raised; a rank that has written nothing was killed.
     """
 
     kind: Literal["done", "stopped", "lost", "silent", "error", "memory", "crash", "killed"]
-    message: str
     value: Any
     time: float
 
@@ -225,14 +224,13 @@ def _run(call: bytes, console: Console, ready: Path) -> Outcome:
                 signal.signal(number, stop)
             ready.touch()
             function, arguments = pickle.loads(call)
-            return Outcome(kind="done", message="", value=function(console, *arguments), time=time.time())
+            return Outcome(kind="done", value=function(console, *arguments), time=time.time())
         finally:
             # The outcome is written next, which is fast.
             is_running = False
     except BaseException as error:
         # torch's imports, for one, turn an exception that a signal raises into another one.
         error = raised[0] if raised else error
-        value, message = error, str(error)
         if isinstance(error, (Stopped, KeyboardInterrupt)):
             kind = "stopped"
         elif isinstance(error, RankLost):
@@ -241,6 +239,6 @@ def _run(call: bytes, console: Console, ready: Path) -> Outcome:
             kind = "error"
         else:
             traceback.print_exc()
-            kind, value = "memory" if is_out_of_memory(error) else "crash", None
-            message = "".join(traceback.format_exception_only(error)).strip()
-        return Outcome(kind=kind, message=message, value=value, time=time.time())
+            kind = "memory" if is_out_of_memory(error) else "crash"
+            error = TrainingFailed("".join(traceback.format_exception_only(error)).strip())
+        return Outcome(kind=kind, value=error, time=time.time())
