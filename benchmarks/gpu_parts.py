@@ -156,7 +156,8 @@ class Training:
     def close(self) -> None:
         """See `Engine.close`."""
         self.engine.close()
-        torch.compiler.reset()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
 
     @property
     def is_recorded(self) -> bool:
