@@ -61,9 +61,10 @@ def test_features_are_what_the_head_reads() -> None:
     assert compact(torch.full((2, 7, 4, 4), 3.0)).eq(3).all()
 
 
-def test_no_cut_with_augmentation_or_nothing_frozen() -> None:
+def test_no_cut_with_augmentation_or_two_sizes_or_nothing_frozen() -> None:
     assert TorchEngine(frozen_net(), make_recipe()).cut is not None
     assert TorchEngine(frozen_net(), make_recipe(**{"augment.flip": True})).cut is None
+    assert TorchEngine(frozen_net(), make_recipe(**{"data.eval_size": 16})).cut is None
     assert TorchEngine(make_net(), make_recipe()).cut is None
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import flatout
 from flatout.distributed.world import World
-from flatout.engine.torch.engine import TorchEngine
 from flatout.models.weights import read_weights
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
@@ -47,15 +46,6 @@ def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, net.state_dict())
     assert found is not None
     np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
-def test_the_output_of_a_frozen_prefix_is_not_shared_between_sizes() -> None:
-    net = pooled_net()
-    for parameter in net[0].parameters():  # type: ignore[index]
-        parameter.requires_grad_(False)
-    engine = TorchEngine(net, make_recipe(**LARGER))
-    assert engine.cut is None
-    engine.close()
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

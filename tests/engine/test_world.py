@@ -1,6 +1,7 @@
 """Numbers of several ranks become one: the same bits on each, through shared memory and through gloo."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,14 @@ def exercise(world: World) -> dict[str, Any]:
     world.broadcast(got["broadcast"])
     got["share"] = world.broadcast_object({"rank": world.rank})
     got["gather"] = world.all_gather_object(f"rank {world.rank}")
+    other = Launched(rank=world.rank, size=world.size + 1)
+    with pytest.raises(InputError) as caught:
+        World(other).join(other)
+    got["other world"] = str(caught.value)
+    pack: Any = SimpleNamespace(classes=(), splits={}, fingerprint="")
+    with pytest.raises(InputError) as caught:
+        agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), pack)
+    got["other recipe"] = str(caught.value)
     return got
 
 
@@ -123,6 +132,13 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
         assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
 
 
+def test_other_ranks_and_other_recipes_are_refused(got: list[dict[str, Any]]) -> None:
+    start = f"RANK=1 and WORLD_SIZE={len(got) + 1}, but the process group that is initialised has this process as"
+    assert got[1]["other world"].startswith(start)
+    (said,) = {one["other recipe"] for one in got}
+    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said
+
+
 def part(world: World, how: str) -> str:
     """Leave as rank 1 while the others wait for it; return what they are told."""
     (bucket,) = world.buckets([(10, torch.float32)])
@@ -147,26 +163,3 @@ def part(world: World, how: str) -> str:
 def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> None:
     told, _ = on_ranks(2, part, how, backend=backend, together=False)
     assert "rank 1 is gone" in told or "rank 0 lost touch with the others" in told
-
-
-def join_as_another(world: World) -> str:
-    found = Launched(rank=world.rank, size=3, local_rank=0, local_size=1, address="127.0.0.1", port=1)
-    with pytest.raises(InputError) as caught:
-        World(found).join(found)
-    return str(caught.value)
-
-
-def test_a_process_group_of_other_ranks_is_refused() -> None:
-    said = on_ranks(2, join_as_another, backend="gloo")
-    assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
-
-
-def agree_with_another_rate(world: World) -> str:
-    with pytest.raises(InputError) as caught:
-        agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), None)  # pyright: ignore[reportArgumentType]
-    return str(caught.value)
-
-
-def test_ranks_with_different_recipes_are_told_apart() -> None:
-    first, second = on_ranks(2, agree_with_another_rate)
-    assert "recipe optimizer.lr = 0.2, but rank 0 (host" in first == second

@@ -283,7 +283,7 @@ def test_ranks_of_other_launchers_give_the_answer_of_one_process(launcher: str, 
 
 @pytest.mark.slow
 def test_hosts_with_different_data_are_told_apart(alone: Path, tmp_path: Path) -> None:
-    """Each rank is a host of its own. Different recipes: `test_ranks_with_different_recipes_are_told_apart`."""
+    """Each rank is a host of its own. Different recipes: `test_other_ranks_and_other_recipes_are_refused`."""
     with np.load(alone.parent / "digits.npz") as arrays:
         np.savez(tmp_path / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import flatout
@@ -38,30 +38,8 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_ends_a_process_with_143_and_a_checkpoint(data: Path, whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flatout", *command(data, out, "--epochs", "100000")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    while not (out / "metrics.jsonl").is_file():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    process.terminate()
-    output, _ = process.communicate()
-    assert process.returncode == 143, output
-    assert "Traceback" not in output
-    figures = summary(out)
-    assert "terminated in epoch" in figures["stopped"]
-    assert figures["test_accuracy"] is None
-    assert main(["predict", str(out), str(out / "curves.png")]) == 0
-    assert not list(out.glob(".*"))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_resumes_bit_for_bit(
+def test_a_stopped_run_is_usable_and_resumes_bit_for_bit(
     number: signal.Signals, data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -71,6 +49,9 @@ def test_a_stopped_run_resumes_bit_for_bit(
     assert summary(out)["stopped"] == f"{how} in epoch 2, step 2"
     assert f"continue with: flatout train --resume --out {out}" in capsys.readouterr().out
     assert (summary(out)["test_accuracy"] is None) == (number == signal.SIGTERM)
+    assert not list(out.glob(".*"))
+    Image.new("L", (8, 8)).save(tmp_path / "image.png")
+    assert main(["predict", str(out), str(tmp_path / "image.png")]) == 0
     assert resume(out) == 0
     assert summary(out)["stopped"] is None
     assert_same(whole, out)

@@ -198,10 +198,15 @@ class TorchDataset:
         # Losses are those of the recipe, without class weights. Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
         engine, task = self._engine, self._engine.task
-        if engine.is_captured and not is_last and not tta:
-            return self._evaluate_by_recorded_steps()
-        sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
+        if engine.is_captured and not is_last and not tta:
+            results, run = self._recorded
+            results.clear()
+            with engine.evaluation_network():
+                for step in self._evaluation_steps(self._plain):
+                    run(self._plain, step)
+            return results.evaluation(self.samples.labels)
+        sources, logits_of = self._evaluated(tta=tta)
         kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"predicted": task.predicted}
         kinds |= {"probabilities": task.probabilities} if with_probabilities else {}
         kinds |= {"logits": torch.Tensor.float} if with_logits else {}
@@ -224,15 +229,6 @@ class TorchDataset:
                 if features and keep_features and (found := features.take()) is not None:
                     kept = keep_features(found[: len(rows)].cpu().numpy())
                     results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
-        return results.evaluation(self.samples.labels)
-
-    def _evaluate_by_recorded_steps(self) -> Evaluation:
-        engine, (results, run) = self._engine, self._recorded
-        engine.synchronise_buffers()
-        results.clear()
-        with engine.evaluation_network():
-            for step in self._evaluation_steps(self._plain):
-                run(self._plain, step)
         return results.evaluation(self.samples.labels)
 
     @functools.cached_property
