@@ -64,9 +64,13 @@ class TorchDataset:
             for rows in engine.world.all_gather(output.movedim(1, -1)):
                 if features is None:
                     features = engine.accelerator.allocate(count, rows, engine.recipe.data.placement)
-                rows, is_on_device = rows[: count - start], isinstance(features, torch.Tensor)
-                features[start : start + len(rows)] = rows if is_on_device else rows.float().cpu().numpy()
-                start += len(rows)
+                rows = rows[: count - start]
+                stop = start + len(rows)
+                if isinstance(features, torch.Tensor):
+                    features[start:stop] = rows
+                else:
+                    features[start:stop] = rows.float().cpu().numpy()
+                start = stop
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if isinstance(features, np.ndarray):
