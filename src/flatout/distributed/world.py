@@ -127,13 +127,10 @@ class World:
     """The ranks of a run, seen from one of them.
 
     Until the ranks have met (`is_joined`), or without `launched`, this one is alone, and every call returns at once.
-    `local_size` is the number of processes that share this host, if it is alone.
     """
 
-    def __init__(
-        self, launched: Launched | None = None, device: torch.device | None = None, *, local_size: int = 1
-    ) -> None:
-        launched = launched or Launched(local_size=local_size)
+    def __init__(self, launched: Launched | None = None, device: torch.device | None = None) -> None:
+        launched = launched or Launched()
         self.rank, self.size = launched.rank, launched.size
         self.local_rank, self.local_size = launched.local_rank, launched.local_size
         self.device = device or torch.device("cpu")

@@ -10,6 +10,7 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.data.batches import Batch, Split
+from flatout.distributed.environment import Launched
 from flatout.distributed.world import World
 from flatout.engine.devices import cpu_threads
 from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, precision_of_gpu
@@ -47,7 +48,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     colours = {"data.mean": recipe.data.mean or middle, "data.std": recipe.data.std or middle}
     any_labels = {"task": "single-label", "loss": "cross-entropy"}
     recipe = recipe.override({"shard": "none", "batch_size": share, **colours, **any_labels})
-    world = World(device=accelerator.device, local_size=ranks)
+    world = World(Launched(local_size=ranks), accelerator.device)
     times = [_measure(model, recipe.override({"precision": precision}), world) for precision in formats]
     seconds = times[-1] if times[0] >= BF16_WORTH * times[-1] else times[0]
     if ranks > 1:
