@@ -1,6 +1,5 @@
 """The engine's steps with a CUDA runtime that stands in for a GPU: what is recorded, and what that costs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,18 +93,6 @@ def test_budgets_of_all_cases(slow: dict[str, Any]) -> None:
 def test_networks_of_timm(slow: dict[str, Any]) -> None:
     for one in slow["timm_models"].values():
         check_recorded(one)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    found = run("compiled")
-    for one in found.values():
-        assert one["notes"] == [RECORDED]
-        check_recorded(one)
-    # Kernels are fused.
-    assert found["compiled"]["start"]["graph nodes"] < found["eager"]["start"]["graph nodes"]
 
 
 def test_recorded_steps_compute_what_a_plain_loop_does(quick: dict[str, Any]) -> None:
