@@ -162,9 +162,9 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.tobytes()
 
 
-def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    c.write(folder / "train-images-idx3-ubyte", idx_bytes(images))
-    c.write(folder / "train-labels-idx1-ubyte", idx_bytes(labels))
+def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, before: str = "train-") -> None:
+    c.write(folder / f"{before}images-idx3-ubyte", idx_bytes(images))
+    c.write(folder / f"{before}labels-idx1-ubyte", idx_bytes(labels))
 
 
 BYTES = LABELS.astype(np.uint8)

@@ -1,5 +1,6 @@
 """The plan of a user's minutes on photos, at speeds of machines that do not exist."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_more_time_gives_more_epochs_whose_weights_are_averaged() -> None:
     assert 6 < shorter.epochs < longer.epochs
     assert longer.averaging == pytest.approx(1 - 1 / (32 * longer.epochs), abs=1e-4)
     assert longer.averaging > shorter.averaging
+
+
+def test_a_budget_that_nothing_fits_gets_the_quickest_network_and_a_warning() -> None:
+    found = plan(12, slowness=10)
+    assert (found.backbone, found.image_size, found.epochs) == (SMALL, 128, 0)
+    assert re.search(r"quickest candidate; 122 images/s here; .* takes about (18|19) s longer", found.reasons["model"])
+    assert "longer" not in plan(60).reasons["model"]
 
 
 def test_without_a_budget_nothing_is_fine_tuned() -> None:

@@ -16,7 +16,6 @@ from flatout.config import Recipe
 from flatout.config.jobs import PUBLISHED
 from flatout.data.batches import steps_per_epoch
 from flatout.data.build import bits_of
-from flatout.data.source import ImageDataset
 from flatout.models.build import check_name, default_shape
 from flatout.tasks import with_task
 from flatout.train.recipes import resolve, start_of
@@ -161,7 +160,7 @@ def _count(
     job: str | Recipe | None, data: str | None, changes: Mapping[str, Any], console: Console
 ) -> tuple[Recipe, int, int, str]:
     recipe, found = resolve(job, data, changes, accelerated=True, console=console)
-    source = found if isinstance(found, ImageDataset) else found.read()
+    source = found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]
     share = 0.0 if "valid" in source.splits else recipe.data.valid_fraction

@@ -339,7 +339,6 @@ def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
     from flatout.analysis.check import check, format_check
     from flatout.data.detect import find
-    from flatout.data.source import ImageDataset
 
     if args.labels:
         return _check_labels(args, console)
@@ -348,7 +347,7 @@ def do_check(args: Namespace, console: Console) -> Output:
         raise InputError(f"--{given[0]} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
-    result = check(found if isinstance(found, ImageDataset) else found.read(), console)
+    result = check(found.read(), console)
     console.finish()
     return result, format_check(result)
 

@@ -88,7 +88,7 @@ def load_pack(data: DataSource | ImageDataset, settings: PackSettings, *, cache:
             return _from_cache(data, settings, cache, report)
         except NotWritable as error:
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(data if isinstance(data, ImageDataset) else data.read(), settings, report)
+    return _in_temporary_folder(data.read(), settings, report)
 
 
 def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: Path, report: Progress) -> Pack:
@@ -97,7 +97,7 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
         raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
     if folder.exists():
         raise InputError(f"{folder}: exists; choose another --out, or delete it")
-    return _build(data if isinstance(data, ImageDataset) else data.read(), settings, folder, report)
+    return _build(data.read(), settings, folder, report)
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
@@ -169,7 +169,7 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
-                source = data if isinstance(data, ImageDataset) else data.read()
+                source = data.read()
                 pack = _in_use(_build(source, settings, target, report))
         make_room(cache, report)
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)

@@ -108,6 +108,10 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def read(self) -> "ImageDataset":
+        """Return itself: data that has been read can stand for a `DataSource`."""
+        return self
+
     def describe(self) -> str:
         """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
         return describe(self.kind, self.classes, self.splits, self.task)

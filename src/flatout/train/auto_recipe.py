@@ -134,7 +134,7 @@ def measure_dataset(
         source = pack = open_pack(found.path, verify=False)
         is_pack, resize = True, pack.resize
     else:
-        source = found if isinstance(found, ImageDataset) else found.read()
+        source = found.read()
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
         side, ratio, pixels = max(height, width), width / height, height * width

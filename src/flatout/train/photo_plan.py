@@ -170,7 +170,8 @@ def plan_photos(
         left = time_left()
         longer = (replace(chosen, epochs=epochs) for epochs in range(chosen.epochs + 1, MAX_FINE_TUNING + 1))
         chosen = [chosen, *itertools.takewhile(lambda plan: needed(plan) <= left, longer)][-1]
-    reasons = _reasons(chosen, seconds, rate_of(chosen) if rates else None, is_only=len(backbones) == 1)
+    excess = needed(chosen) - time_left() if seconds else 0.0
+    reasons = _reasons(chosen, seconds, rate_of(chosen) if rates else None, excess, is_only=len(backbones) == 1)
     return replace(chosen, averaging=averaging(chosen.epochs * steps), reasons=reasons)
 
 
@@ -190,18 +191,23 @@ def _product_seconds(images: int, classes: int) -> float:
     return min(seconds) * images / rows
 
 
-def _reasons(plan: PhotoPlan, seconds: float | None, rate: float | None, *, is_only: bool) -> dict[str, str]:
+def _reasons(
+    plan: PhotoPlan, seconds: float | None, rate: float | None, excess: float, *, is_only: bool
+) -> dict[str, str]:
     backbone, within = plan.backbone, "" if seconds is None else f" in {duration(seconds)}"
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
-    why = "the only candidate" if is_only else f"the least expected error{within}"
+    is_late = excess > 0.5
+    best = "the quickest candidate" if is_late else f"the least expected error{within}"
+    why = "the only candidate" if is_only else best
     speed = "" if rate is None else f"; {rate:,.0f} images/s here"
+    late = f"; even so, the run takes about {duration(excess)} longer than --minutes" * is_late
     is_full = math.prod(sides(plan.image_size)) >= backbone.image_size**2
     short = f"there is no time for fine-tuning{within}" if seconds else "the head alone is fitted"
     tuned = f"the last {TRAINED_SHARE:.0%} of the layers are fine-tuned{within}"
     reasons = {
         "image_size": "; the size of the weights" if is_full else "; larger images take too long",
-        "model": f"model = {backbone.model}, from published weights ({figures}): {why}{speed}",
+        "model": f"model = {backbone.model}, from published weights ({figures}): {why}{speed}{late}",
         "linear_probe": "linear_probe = true: the head is fitted to the features of all images, by cross-validation",
     }
     if plan.mirrored:
