@@ -194,7 +194,7 @@ def _product_seconds(images: int, classes: int) -> float:
 def _reasons(
     plan: PhotoPlan, seconds: float | None, rate: float | None, excess: float, *, is_only: bool
 ) -> dict[str, str]:
-    backbone, within = plan.backbone, "" if seconds is None else f" in {duration(seconds)}"
+    backbone, within = plan.backbone, f" in {duration(seconds)}" if seconds and seconds > 0 else ""
     figures = f"{backbone.parameters / 1e6:.0f} million parameters"
     figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
     is_late = excess > 0.5
