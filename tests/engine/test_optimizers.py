@@ -147,6 +147,8 @@ def test_what_cannot_train_is_named_before_the_data_is_read(name: str, tmp_path:
         (tmp_path / "images" / label / "broken.png").write_bytes(b"")
     with pytest.raises(InputError, match=re.escape(message)):
         flatout.fit(data=tmp_path / "images", job=recipe, out=tmp_path / "run", quiet=True)
+    with pytest.raises(InputError, match="^" + re.escape(message)):  # as where speeds are measured first
+        optim.build(recipe.optimizer, {"weight": torch.zeros(1)}, capturable=False)
 
 
 def test_xla_has_none_of_them() -> None:

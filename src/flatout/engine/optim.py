@@ -63,8 +63,9 @@ def build(
     else:
         options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
         options |= {"capturable": capturable} if optimizer.name in ("adam", "adamw") else {}
+    made_by = class_of(optimizer)
     try:
-        return class_of(optimizer)(groups, **options)
+        return made_by(groups, **options)
     except (TypeError, ValueError) as error:
         raise InputError(f"optimizer.name = {optimizer.name!r}: {first_line(error)}") from error
 
