@@ -44,11 +44,13 @@ def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None
         ("fly", "flatout: 'fly': "),
         ("predict R", "FILE... is missing"),
         ("pack photos --out x", "--size"),
+        ("predict R ", "an argument is empty"),
+        ("train --data= --epochs 1", "an argument is empty"),
     ],
 )
 def test_wrong_words_get_one_line_and_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse(words.split())
+        parse(words.split(" "))
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert message in said

@@ -129,6 +129,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for flag in (word.partition("=")[0] for word in extra if word.startswith("-") and word != "--"):
         words = [word for word in subparser._option_string_actions if word.startswith("--")]
         subparser.error(f"there is no flag {flag}; {nearest(flag, words)}")
+    if any(re.fullmatch("(--[a-z-]+=)?", word) for word in given):
+        # As a path it would be the current folder.
+        subparser.error(f"an argument is empty; {usage}")
     # argparse leaves operands behind flags among the unknown arguments.
     operands = [*getattr(args, "operands", ()), *extra]
     for operand in command.operands.split():
