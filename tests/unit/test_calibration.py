@@ -227,6 +227,10 @@ def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, c
     run = flatout.fit("parallel-cnn", (images, labels), **settings)
     assert run.calibration is None
     assert run.summary["trust"] is None
-    assert any("no validation images: probabilities are not calibrated" in note for note in run.summary["notes"])
+    notes = "\n".join(run.summary["notes"])
+    assert "no validation images: probabilities are not calibrated" in notes
+    assert (
+        "at least 20 are needed: --set data.valid_fraction=0.56 takes" in notes
+    )  # of the 36 that are not for the test
     assert main(["predict", str(run.path), "x.png", "--coverage", "0.9"]) == 2
     assert "has no prediction sets" in capsys.readouterr().err

@@ -392,9 +392,11 @@ def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
     if count >= MIN_IMAGES:
         return ""
     few = f"only {count} validation images" if count else "no validation images"
+    share = max(0.1, math.ceil(100 * MIN_IMAGES / (len(splits["train"]) + count)) / 100)
+    more = f": --set data.valid_fraction={share:g} takes them from training images, unless the data has such a split"
     return (
         f"{few}: probabilities are not calibrated, and predict has neither prediction sets nor an answer for unknown "
-        f"images; at least {MIN_IMAGES} are needed: --set data.valid_fraction=0.1 reserves training images for them"
+        f"images; at least {MIN_IMAGES} are needed{more if share <= 0.6 else ''}"
     )
 
 

@@ -20,7 +20,7 @@ from flatout.config.settings import nearest
 from flatout.data.decode import decode_image
 from flatout.data.formats.folders import is_image_name
 from flatout.data.pixels import BadImage, channels_last, range_of, resize_images, to_pixels
-from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, set_threshold
+from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, MIN_IMAGES, set_threshold
 from flatout.inference.explain import HeatmapWriter
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE
@@ -166,8 +166,8 @@ def _check_coverage(run: "Run", coverage: float) -> None:
     flag = f"--coverage {coverage:g}"
     if run.calibration is None:
         raise InputError(
-            f"{flag}: {run.path} has no prediction sets: they need one class for each image, and one run with enough "
-            "validation images, such as with --set data.valid_fraction=0.1"
+            f"{flag}: {run.path} has no prediction sets: they need one class for each image, and one run with at least "
+            f"{MIN_IMAGES} validation images"
         )
     thresholds = run.calibration.set_thresholds
     if set_threshold(thresholds, coverage) is None:
