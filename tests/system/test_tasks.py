@@ -95,6 +95,18 @@ def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_a_run_on_listed_images_can_be_used_from_any_folder(
+    listed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(listed)
+    run = fit(tmp_path / "run", "numbers.csv", images="images", epochs=1)
+    monkeypatch.chdir(tmp_path)
+    assert run.evaluate(devices="cpu")["test_count"] == run.summary["test_count"]
+    with np.load(run.path / "predictions.npz") as saved:
+        assert all((listed / name).is_file() for name in saved["name"])
+
+
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("task", ["multi-label", "regression"])
 def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
     images, digits = pairs_of(200)

@@ -60,7 +60,7 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     if given.get("image_size") is not None:
         changes["image_size"] = size_of(args.image_size, "--image-size")
     if given.get("weights") is not None:
-        changes |= {"weights": str(args.weights.absolute()), "pretrained": True}
+        changes |= {"weights": str(args.weights), "pretrained": True}
     if given.get("pretrained") is False:
         changes |= {"pretrained": False, "weights": ""}
     return changes | dict(map(parse_setting, args.set))

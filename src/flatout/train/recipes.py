@@ -11,6 +11,7 @@ from flatout.data.cache import cache_folder
 from flatout.data.detect import find
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, download_public, is_remote, where_to_get
 from flatout.data.source import DataSource, ImageDataset
+from flatout.data.unpack import is_archive
 from flatout.engine.factory import Speeds
 from flatout.models.build import check_name, list_names
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
@@ -38,7 +39,8 @@ def resolve(
     exist.
     """
     plain, is_complete = start_of(job, changes)
-    changes = _with_full_name(changes)
+    paths = _absolute_paths(changes, plain.data.path or job if data is None else data)
+    plain, changes = plain.override(paths), {**_with_full_name(changes), **paths}
     if "data.path" in changes and (data is not None or not is_complete):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
     if is_complete:
@@ -96,6 +98,15 @@ def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
         name = f"timm:{name}" if timm.is_model(name.partition(".")[0]) else name
     check_name(name)
     return {**changes, "model": name}
+
+
+def _absolute_paths(changes: Mapping[str, Any], data: object) -> dict[str, str]:
+    """Return the paths among the changes as absolute ones, so that the run can be used from any folder."""
+    keys = ("weights", "data.images", "data.classes")
+    if isinstance(data, str | Path) and (is_remote(data) or is_archive(Path(data))):
+        keys = ("weights", "data.classes")  # `data.images` starts inside the archive
+    given = [(key, Path(changes[key]).expanduser()) for key in keys if changes.get(key)]
+    return {key: str(path.absolute()) for key, path in given if path.exists()}
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:

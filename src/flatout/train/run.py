@@ -442,7 +442,8 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
     """Check before the first step that all ranks have the same versions, recipe and data."""
     facts = {f"version {name}": version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {"version flatout": __version__, "version Python": platform.python_version()}
-    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
+    free = {*FREE_KEYS, "data.path", "data.images", "data.classes"}
+    free -= {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
     facts |= {f"recipe {key}": value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.
