@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -182,6 +183,10 @@ def test_skip_leaves_bad_images_out(tmp_path, source, monkeypatch):
     assert [f"{file}: {reason}" for file, reason in pack.skipped.items()] == lines
     # A cached pack is judged by the settings of today.
     assert load(source, tmp_path / "cache", wanted).was_cached
+    # It names the files of today.
+    shutil.copytree(source.path, tmp_path / "copy")
+    moved = [tmp_path / "copy" / Path(file).relative_to(source.path) for file in source.files]
+    assert [*load(replace(source, files=moved), tmp_path / "cache", wanted).skipped] == [str(moved[row]) for row in bad]
     with pytest.raises(InputError, match="13 of 45 images cannot be used; repair or remove"):
         load(source, tmp_path / "cache")
     with pytest.raises(InputError, match=r"13 of 45 images cannot be used, .*max_bad_share = 0\.25"):
@@ -285,6 +290,7 @@ def test_without_room_nothing_is_left_behind(tmp_path, source):
 
 SCRIPT = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from flatout.utils.host import peak_rss_bytes
 from tests.data.packs import load, repeated, settings

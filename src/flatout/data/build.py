@@ -172,6 +172,9 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
                 source = data.read()
                 pack = _in_use(_build(source, settings, target, report))
         make_room(cache, report)
+    if isinstance(data, ImageDataset) and (files := data.files) and pack.skipped_rows:
+        # The pack may have been made from the same files in another folder, or named in another way.
+        pack = replace(pack, skipped={printable(files[row]): reason for row, reason in pack.skipped_rows.items()})
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
 
@@ -244,6 +247,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             "groups": None if (groups := kept.group_numbers) is None else groups.tolist(),
             "notes": list(kept.notes),
             "skipped": skipped,
+            "skipped_rows": {str(index): reason for index, reason in sorted(bad.items())},
             "is_decoded": source.files is not None,
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,

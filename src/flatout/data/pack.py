@@ -76,6 +76,7 @@ class Pack(ImageDataset):
     images: np.ndarray = field()  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
     resize: str  # the method, see `data.resize`
     skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
+    skipped_rows: dict[int, str] = field(default_factory=dict)  # the same by their position in the data
     was_cached: bool = False
     is_decoded: bool = False  # from files, by the cache or for this run
     build_seconds: float = 0.0  # even if cached
@@ -234,6 +235,7 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
             kind=about["kind"],
             notes=tuple(about["notes"]),
             skipped=about["skipped"],
+            skipped_rows={int(row): reason for row, reason in about.get("skipped_rows", {}).items()},
             was_cached=True,
             is_decoded=about.get("is_decoded", False),
             build_seconds=about["build_seconds"],

@@ -123,7 +123,7 @@ def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
     if found.files is None or found.path is None:
         return None
     files = [printable(file) for file in found.files]
-    kept = np.array([file not in pack.skipped for file in files])
+    kept = ~np.isin(np.arange(len(files)), list(pack.skipped_rows))
     if not np.array_equal(found.labels[kept], pack.labels):
         return None
     folder = f"{found.path if found.path.is_dir() else found.path.parent}{os.sep}"
