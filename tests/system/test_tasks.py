@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys:
         assert {row["class"] for row in found["predictions"]} <= set(run.classes)
         assert "Mean average precision" in page
         assert "Precision, recall and F1" in page
+        # Heatmaps explain the first class of the answer, whatever the most probable one is.
+        maps = list[bytes]()
+        for digit in (2, 3):
+            run.__dict__["task"] = replace(run.task, thresholds=tuple(2.0 * (k != digit) for k in range(10)))
+            (answer,) = run.predict(listed / "images" / "7.png", explain=tmp_path / f"maps-{digit}")
+            assert answer.classes == (str(digit),)
+            maps.append(Path(str(answer.explanation)).read_bytes())
+        assert maps[0] != maps[1]
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-4)
     for name in ("predictions.png", "curves.png", "confusion.png"):

@@ -111,15 +111,12 @@ def _as_grid(
     return None
 
 
-def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
+def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Return heatmaps float32 [N, H, W] in 0..1 for images in the stored size; the mean over a run's members.
 
-    They explain the class of each image in `answers`, int64 [N], by default the most probable one; in regression the
-    number.
+    They explain the class of each image in `answers`, int64 [N]; in regression the number.
     """
     if len(run.members) > 1:
-        if answers is None:
-            answers = run.probabilities(pixels_NHWC).argmax(axis=1)
         return np.mean([heatmaps(member, pixels_NHWC, answers) for member in run.members], axis=0)
     try:
         return heatmaps_of(run.model, run.recipe, pixels_NHWC, answers)
@@ -128,7 +125,7 @@ def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = N
 
 
 def heatmaps_of(model: nn.Module, recipe: "Recipe", pixels_NHWC: np.ndarray, answers: np.ndarray | None) -> np.ndarray:
-    """Compute `heatmaps` for a model of a recipe."""
+    """Compute `heatmaps` for a model of a recipe; without `answers`, of the most probable class of each image."""
     if isinstance(model, KerasModule):
         raise InputError("heatmaps need a torch network; this one is a Keras model")
     parts = []
@@ -168,14 +165,14 @@ class HeatmapWriter:
             raise InputError(f"{self.folder}: exists and is not an empty folder; choose another --explain")
         self._count = 0
 
-    def write(self, names: list[str], pixels_NHWC: np.ndarray) -> list[str]:
-        """Write pictures of images as they are stored, and return their paths."""
+    def write(self, names: list[str], pixels_NHWC: np.ndarray, answers: np.ndarray) -> list[str]:
+        """Write pictures of images as they are stored, and return their paths; for `answers` see `heatmaps`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{self.folder}: cannot be written: {error.strerror}; choose another --explain") from None
         paths = []
-        maps = heatmaps(self.run, pixels_NHWC)
+        maps = heatmaps(self.run, pixels_NHWC, answers)
         shown = visible(pixels.centre(pixels_NHWC, *self.run.recipe.eval_sides))
         for name, image, heatmap in zip(names, shown, maps, strict=True):
             path = self.folder / f"{self._count:05d}-{Path(name).stem[:80]}.png"

@@ -127,7 +127,10 @@ def predict(
                 best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
                 one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
         if heatmaps:
-            for one, path in zip(fields, heatmaps.write(names, pixels), strict=True):
+            # The first class of each answer: views and thresholds may prefer another one than the network alone.
+            rows = zip(fields, outputs.probabilities, strict=True)
+            first = [run.classes.index(c[0]) if (c := one.get("classes")) else int(row.argmax()) for one, row in rows]
+            for one, path in zip(fields, heatmaps.write(names, pixels, np.array(first)), strict=True):
                 one["explanation"] = path
         return [Prediction(file=name, **one) for name, one in zip(names, fields, strict=True)]
 
