@@ -163,6 +163,7 @@ def test_several_labels_and_numbers(tmp_path: Path) -> None:
     arrays = saved(run)
     assert run.summary["valid_mae"] == pytest.approx(mean_absolute_error(arrays["labels"], arrays["predicted"]))
     assert run.summary["valid_r2"] == pytest.approx(r2_score(arrays["labels"], arrays["predicted"]))
+    assert loaded(run, 1).task.label_std == pytest.approx(arrays["labels"].std(), rel=0.2)  # the unit of tolerances
     together = [member.predict(images[0])[0].value or 0.0 for member in loaded(run, 1).members]
     assert loaded(run, 1).predict(images[0])[0].value == pytest.approx(np.mean(together), rel=1e-5)
 

@@ -329,8 +329,8 @@ class Ensemble(Run):
 
     @cached_property
     def task(self) -> Task:
-        """The task of the labels."""
-        return task_of(self.recipe)
+        """That of the first fold: nothing is tuned on its images, and numbers have nearly the same scale in all."""
+        return self.members[0].task
 
     @property
     def model(self) -> nn.Module:
