@@ -1,6 +1,7 @@
 """Lists of files and labels (CSV, JSON lines, PaddleClas), and what labels mean."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,13 @@ def test_spaces_and_commas_separate_labels_where_that_is_sure_or_asked_for(folde
     with pytest.raises(InputError, match="several labels in one, or names with"):
         read(folder, cells)
     assert rows_of(read(folder, cells, task="multi-label")) == SEVERAL
+
+
+@pytest.mark.parametrize("labels", [["[0, 1]", "[2]", "[1]", "[0]"], ["0,1", "2", "1", "0,1"]])
+def test_several_labels_look_like_others_in_a_small_split(folder: Path, labels: list[str]):
+    rows = [f'{i}.png,{"test" if i == 3 else "train"},"{label}"' for i, label in enumerate(labels)]
+    source = read(folder, "\n".join(["file,split,label", *rows]), task="multi-label")
+    assert rows_of(source) == [re.findall(r"\d", label) for label in labels]
 
 
 def test_columns_of_0_and_1(folder: Path):

@@ -145,17 +145,21 @@ def read_labels(
     of several labels. `where` and `subject` begin messages about all labels of a split, and of all splits;
     `locate(split, index)` about one. With `names`, or a file of them, a label is a name or an index.
     """
-    parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
-    kinds = {(part.kind.replace("f", "i"), part.values.shape[1:]) for part in parts}
-    if len(kinds) > 1:
-        what = "text" if ("U", ()) in kinds else "rows of other lengths"
-        raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
-    bounds = np.cumsum([0, *(len(part.codes) for part in parts)])
+    bounds = np.cumsum([0, *map(len, splits.values())])
 
     def place(index: int) -> str:
         number = int(np.searchsorted(bounds, index, "right")) - 1
         return locate(list(splits)[number], index - int(bounds[number]))
 
+    if all(isinstance(label, list) for label in chain.from_iterable(splits.values())):
+        # In a small split, lists of several labels may be of one each, or look like rows of 0 and 1.
+        parts = [_distinct([*chain.from_iterable(splits.values())], where, place)]
+    else:
+        parts = [_distinct(labels, f"{where}: {name}", partial(locate, name)) for name, labels in splits.items()]
+    kinds = {(part.kind.replace("f", "i"), part.values.shape[1:]) for part in parts}
+    if len(kinds) > 1:
+        what = "text" if ("U", ()) in kinds else "rows of other lengths"
+        raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
     labels = _join(parts)
     ids, notes = names, ()
     if class_list is not None:

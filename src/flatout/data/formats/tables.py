@@ -358,7 +358,7 @@ class _Locator:
 
 def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> list; one list without a split in its name may have a column of splits."""
-    parts: dict[str, tuple[list[str], list[Any] | np.ndarray]] = {}
+    parts: dict[str, tuple[list[str], list[pa.DictionaryArray]]] = {}
     places: dict[str, Callable[[int], str]] = {}
     groups: dict[str, list[str]] = {}
     notes: list[str] = []
@@ -385,7 +385,7 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
         for split, own in splits.items():
             place = places[split] = lambda i, text=text, own=own: text.place(own[i])
             files = locator(split).find_all(cells[columns.file].take(own), place)
-            parts[split] = files, _read_labels([cells[column].take(own) for column in columns.labels], place)
+            parts[split] = files, [cells[column].take(own).dictionary_encode() for column in columns.labels]
             groups[split] = [] if columns.group is None else cells[columns.group].take(own).to_pylist()
             if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups[split]) if not group]:
                 raise InputError(first_few(empty))
@@ -398,10 +398,13 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
             f"rows that name the image of an earlier row: {len(again):,} (such as {places[split](i)}); several labels "
             "of an image belong in one cell, such as cat|dog"
         )
+    # In a small split, lists of class numbers may all look like flags.
+    texts = (text for _, some in parts.values() for column in some for text in column.dictionary.to_pylist())
+    are_flags = len(names) > 1 or all(map(_ROW_OF_FLAGS.fullmatch, texts))
     return assemble(
         kind,
         path,
-        parts,
+        {split: (files, _read_labels(some, are_flags, places[split])) for split, (files, some) in parts.items()},
         names=tuple(map(str, names)) if len(names) > 1 else None,
         class_list=class_list,
         notes=tuple(notes),
@@ -428,15 +431,16 @@ def _split_rows(text: _TextFile, cells: pa.Array, rows: np.ndarray, has_flags: b
     return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
 
 
-def _read_labels(columns: list[pa.Array], place: Callable[[int], str]) -> list[Any] | np.ndarray:
-    """Read a column of labels, or several of 0 and 1 that are named after classes as int8 [rows, columns]."""
-    encoded = [column.dictionary_encode() for column in columns]
-    distinct = [(column.dictionary.to_pylist(), column.indices.to_numpy()) for column in encoded]
+def _read_labels(
+    columns: list[pa.DictionaryArray], are_flags: bool, place: Callable[[int], str]
+) -> list[Any] | np.ndarray:
+    """Read a column of labels, or flags as int8 [rows, columns]: of one column, or of several named after classes."""
+    distinct = [(column.dictionary.to_pylist(), column.indices.to_numpy()) for column in columns]
+    texts, codes = distinct[0]
+    if not are_flags:
+        labels = list(map(_list_in, texts))
+        return [labels[code] for code in codes.tolist()]
     if len(columns) == 1:
-        texts, codes = distinct[0]
-        if not all(map(_ROW_OF_FLAGS.fullmatch, texts)):
-            labels = list(map(_list_in, texts))
-            return [labels[code] for code in codes.tolist()]
         lengths = np.array(list(map(len, texts)))
         if short := np.flatnonzero((lengths < lengths.max())[codes]).tolist():
             lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
