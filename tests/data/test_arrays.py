@@ -37,8 +37,10 @@ def test_kinds_of_labels():
 
 
 def test_names_gaps_and_fractions():
-    source = from_arrays((IMAGES, ["cat", "ant", "cat", "dog", "dog", "ant"]))
-    assert (source.classes, source.labels.tolist()) == (("ant", "cat", "dog"), [1, 0, 1, 2, 2, 0])
+    names = ["cat", "ant", "cat", "dog", "dog", "ant"]
+    for labels in (names, np.array(names, object)):
+        source = from_arrays((IMAGES, labels))
+        assert (source.classes, source.labels.tolist()) == (("ant", "cat", "dog"), [1, 0, 1, 2, 2, 0])
     source = from_arrays((IMAGES, [0, 3, 1, 0, 3, 1]))
     assert (source.classes, source.notes) == (("0", "1", "2", "3"), ("no image has label 2",))
     rows = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 1]])
@@ -58,7 +60,8 @@ def test_names_gaps_and_fractions():
 
 def test_kinds_of_images():
     tensor = torch.tensor(IMAGES / 255, requires_grad=True)
-    for images in (IMAGES[..., None], IMAGES[:, None], IMAGES / 255, tensor, IMAGES.astype(np.int64)):
+    bytes_ = torch.tensor(IMAGES, dtype=torch.bfloat16)
+    for images in (IMAGES[..., None], IMAGES[:, None], IMAGES / 255, tensor, bytes_, IMAGES.astype(np.int64)):
         found = pixels(from_arrays((images, LABELS)))
         assert found.dtype == np.uint8
         np.testing.assert_array_equal(found[..., 0], IMAGES)

@@ -66,8 +66,14 @@ def test_kinds_of_images(image: Any, expected: np.ndarray):
 
 def test_kinds_of_labels_splits_and_class_names():
     images = torch.zeros(4, 1, 5, 4)
-    for labels in (torch.tensor([0, 1, 1, 0]), torch.tensor([[0], [1], [1], [0]]), torch.eye(2)[[0, 1, 1, 0]]):
+    for labels in (
+        torch.tensor([0, 1, 1, 0]).bfloat16(),
+        torch.tensor([[0], [1], [1], [0]]),
+        torch.eye(2)[[0, 1, 1, 0]],
+    ):
         assert from_dataset(TensorDataset(images, labels)).labels.tolist() == [0, 1, 1, 0]
+    source = from_dataset(Items([(GREY, ["cat", "dog"]), (GREY, ["cat"]), (GREY, [])]))
+    assert (source.classes, source.labels.tolist()) == (("cat", "dog"), [[1, 1], [1, 0], [0, 0]])
     source = from_dataset(Items([(GREY, "yes"), (GREY, "no")]))
     assert (source.classes, source.labels.tolist()) == (("no", "yes"), [1, 0])
     data = Items([(GREY, i % 3) for i in range(9)], classes=["a", "b", "c"])

@@ -185,6 +185,8 @@ def _join(parts: Sequence[_Distinct]) -> _Distinct:
 
 
 def _distinct(labels: Any, where: str, locate: Locate) -> _Distinct:
+    if isinstance(labels, np.ndarray) and labels.dtype.kind == "O":  # such as the texts in a column of pandas
+        labels = labels.tolist()
     values, codes = labels, np.arange(len(labels))
     if isinstance(labels, list) and not any(isinstance(label, np.ndarray) for label in labels):
         values, codes = _count(labels)

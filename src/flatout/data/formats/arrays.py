@@ -348,7 +348,7 @@ def from_arrays(data: object, task: str = "auto") -> ImageDataset:
     """
     parts = by_split(data, is_pair, "(images, labels)").items()
     splits = {
-        name: (_as_array(images), labels if isinstance(labels, list) else _as_array(labels))
+        name: (as_array(images), labels if isinstance(labels, list) else as_array(labels))
         for name, (images, labels) in parts
     }
     return _assemble(splits, "arrays", None, None, task)
@@ -377,7 +377,8 @@ def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> di
     return in_order(parts, "data")
 
 
-def _as_array(value: Any) -> np.ndarray:
+def as_array(value: Any) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, possibly on another device
         value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value  # NumPy has no bfloat16
     return np.asarray(value)

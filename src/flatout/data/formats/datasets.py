@@ -17,7 +17,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
-from flatout.data.formats.arrays import by_split, is_array
+from flatout.data.formats.arrays import as_array, by_split, is_array
 from flatout.data.formats.shards import find_shards, reference
 from flatout.data.labels import first_few
 from flatout.data.pixels import UNIT, channels_last, to_uint8
@@ -306,7 +306,7 @@ def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
             # Without a length, reserve a maximum; pages that are not written take no memory.
             images = np.concatenate([images, np.empty_like(images)])
         images[i] = image
-        labels.append(np.asarray(label))
+        labels.append(label if isinstance(label, list) else as_array(label))
     if not labels:
         raise InputError(f"data: {name}: the data set is empty")
     return images[: len(labels)], labels
@@ -339,7 +339,7 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
     if not is_array(image):
         raise InputError(f"{where}: the image is a {type(image).__name__}; a PIL image, an array or a tensor is needed")
     is_tensor = hasattr(image, "detach")
-    pixels = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
+    pixels = as_array(image)
     if is_tensor and pixels.ndim == 3:
         if pixels.shape[0] not in (1, 3) and pixels.shape[2] in (1, 3):
             raise InputError(f"{where}: a tensor of shape {pixels.shape}; [C, H, W] is needed")
