@@ -194,6 +194,8 @@ def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> No
     first = (tmp_path / "run" / "fold-1" / "weights.safetensors").stat()
     with pytest.raises(flatout.InputError, match=r"the run has optimizer.lr = 0.05; optimizer.lr = 0.1"):
         flatout.fit(Dying(tmp_path / "marker"), squares(), **dict[str, Any](settings, lr=0.1), resume=True)
+    with pytest.raises(flatout.InputError, match="run: the data has changed since some of its folds were trained"):
+        flatout.fit(Dying(tmp_path / "marker"), squares(seed=1), **settings, resume=True)
     resumed = flatout.fit(Dying(tmp_path / "marker"), squares(), **settings, resume=True)
     assert (tmp_path / "run" / "fold-1" / "weights.safetensors").stat() == first
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])

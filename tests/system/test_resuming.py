@@ -73,6 +73,7 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
     assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
     assert summary(run)["world_size"] == 2
     speeds[2] = 10.0
+    assert main(["train", "--resume", "--out", str(run), "--batch-size", "8", "--devices", "cpu"]) == 2
     assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
     assert "--devices auto: 2xcpu, as in the run that is resumed" in summary(run)["notes"]
     assert main(command(data, whole, *AUTO, "--epochs", "2", "--devices", "2xcpu")) == 0

@@ -46,16 +46,20 @@ def cross_validate(
             console.note(f"{key} = {value!r}: with folds, the held-out images choose nothing")
             recipe = recipe.override({key: value})
     request = replace(request, recipe=recipe.override({"data.bits": recipe.data.bits or pack.bits}))
-    pool, _ = folds_of(pack, recipe.data.folds, recipe.seed)
+    folds_of(pack, recipe.data.folds, recipe.seed)  # refuses too many, before an old run is removed
     if options.resume and (folder / run_files.RECIPE).is_file():
         folders.check_same(load_recipe(folder / run_files.RECIPE), request.recipe)
+        summaries = (run_files.read_summary(path, {}) for path in folder.glob(run_files.FOLD.format("*")))
+        if any(found.get("pack_fingerprint", pack.fingerprint) != pack.fingerprint for found in summaries):
+            what = "the data has changed since some of its folds were trained"
+            raise InputError(f"{folder}: {what}; restore the data, or train with --overwrite")
     folders.begin(folder, request.recipe, overwrite=options.overwrite)
     (folder / run_files.LOGS).mkdir(exist_ok=True)
     write_atomically(folder / run_files.DEVICES, options.devices.encode())
     began = time.perf_counter()
     for fold in range(1, recipe.data.folds + 1):
         _train_fold(fold, folder, request, console, train_run)
-    _finish(folder, request, pack, pool, console, time.perf_counter() - began)
+    _finish(folder, request, pack, console, time.perf_counter() - began)
     return folder
 
 
@@ -84,9 +88,7 @@ def _train_fold(
         console.close()  # the next fold has its own log
 
 
-def _finish(
-    folder: Path, request: TrainRequest, pack: Pack, pool: np.ndarray, console: Console, seconds: float
-) -> None:
+def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, seconds: float) -> None:
     recipe = request.recipe
     numbers = range(1, recipe.data.folds + 1)
     names = [run_files.FOLD.format(number) for number in numbers]
@@ -96,8 +98,6 @@ def _finish(
     rows, labels, probabilities = (
         np.concatenate([arrays[key] for arrays in saved])[order] for key in ("row", "labels", "probabilities")
     )
-    if not (np.array_equal(rows, pool) and np.array_equal(labels, pack.labels[pool])):
-        raise InputError(f"{folder}: the data has changed since some of its folds were trained; train with --overwrite")
     task = task_of(recipe)
     losses = [s["valid_loss"] * s["valid_count"] if s["valid_loss"] is not None else np.nan for s in summaries]
     held_out = Evaluation(

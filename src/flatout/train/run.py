@@ -136,10 +136,10 @@ def run_on_all_ranks(
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
         request, chosen = _choose_processes(request, pack, console)
-        if begins and request.run_dir and not options.overwrite:
+        if begins and request.run_dir and not (devices := request.run_dir / run_files.DEVICES).is_file():
             # A run that is killed before its first epoch is resumed on the same number of processes.
-            (request.run_dir / run_files.LOGS).mkdir(exist_ok=True)
-            write_atomically(request.run_dir / run_files.DEVICES, request.options.devices.encode())
+            devices.parent.mkdir(exist_ok=True)
+            write_atomically(devices, request.options.devices.encode())
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         return call(
             (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
