@@ -145,6 +145,7 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
     fails("int", Net(), 3)
     fails("no job and no data")
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
+    fails(r"validation_data: data has validation images", Net(), {"train": data, "valid": data}, validation_data=data)
     assert not (tmp_path / "runs").exists()
     with pytest.raises(flatout.InputError, match="--top 0: must be at least 1"):
         run.predict(data[0], top=0)

@@ -184,4 +184,6 @@ def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
         raise InputError(
             "validation_data: goes with arrays and data sets only; images in files need a folder valid/ beside train/"
         )
+    if isinstance(data, Mapping) and "valid" in data:
+        raise InputError("validation_data: data has validation images already, under the key 'valid'; remove one")
     return {**(data if isinstance(data, Mapping) else {"train": data}), "valid": validation_data}
