@@ -59,7 +59,7 @@ def launch(
         call = cloudpickle.dumps((function, tuple(args)))
     except Exception as error:  # users' objects may raise anything
         raise InputError(
-            "the model or the data cannot be sent to the processes of the devices "
+            "the model, the data or a callback cannot be sent to the processes of the devices "
             f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
             "and from the global variables that they use"
         ) from error
