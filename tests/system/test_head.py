@@ -98,7 +98,8 @@ def test_fewer_images_than_folds(count: int) -> None:
 @pytest.mark.parametrize(("devices", "engine"), [("cpu", "torch"), ("2xcpu", "torch"), ("2xcpu", "xla")])
 def test_a_run_of_no_epochs_is_its_head(devices: str, engine: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert main([*HEAD_ONLY, "--devices", devices, "--engine", engine, "--out", str(out)]) == 0
+    views = ("--set", "tta=true", "--set", "augment.flip=true")
+    assert main([*HEAD_ONLY, *views, "--devices", devices, "--engine", engine, "--out", str(out)]) == 0
     (line,), figures = metrics(out), summary(out)
     assert (line["epoch"], figures["epochs"], figures["epochs_trained"], figures["kept_epoch"]) == (0, 0, 0, 0)
     assert figures["test_accuracy"] > 0.9
@@ -106,7 +107,9 @@ def test_a_run_of_no_epochs_is_its_head(devices: str, engine: str, tmp_path: Pat
     assert figures["trust"]["calibration_images"] == figures["valid_count"]
     assert figures["trained_parameters"] < figures["parameters"]  # those of the head alone
     # What is written answers as the run did.
-    assert flatout.load(out).evaluate(devices="cpu")["test_correct"] == figures["test_correct"]
+    evaluated = flatout.load(out).evaluate(devices="cpu")
+    assert evaluated["test_correct"] == figures["test_correct"]
+    assert evaluated["test_loss"] == pytest.approx(figures["test_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("of", ["several labels", "numbers", "folds"])

@@ -311,9 +311,10 @@ def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`.
 
     Photos are not shifted: their networks are hardly sensitive to it, and each view takes as long as an evaluation.
+    Nor is any image of a fitted head, whose features are those of images and mirror images.
     """
     side = min(recipe.eval_sides)
-    shifts = (0,) if side >= PHOTO_FROM else (0, -1, 1) if side < TWO_PIXELS_FROM else (0, -2, 2)
+    shifts = (0,) if side >= PHOTO_FROM or recipe.linear_probe else (0, -1, 1) if side < TWO_PIXELS_FROM else (0, -2, 2)
     mirrors = (False, True) if recipe.augment.flip else (False,)
     return [(moved, is_mirrored) for is_mirrored in mirrors for moved in shifts]
 

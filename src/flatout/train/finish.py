@@ -79,8 +79,8 @@ def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, 
         log.note(reason)
     # Nothing is tuned on the images of a fold.
     is_calibrated = recipe.task == "single-label" and not recipe.data.fold and not reason
-    if recipe.tta:
-        log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
+    if recipe.tta and (views := len(tta_views(recipe))) > 1:
+        log.note(f"test-time augmentation: evaluated on {views} views of each image")
     if is_calibrated:
         known = head.known if head else _known_features(context)
     for name in [name for name in context.splits if name != "train"]:
