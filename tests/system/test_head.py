@@ -167,7 +167,9 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(validation: str, tmp_path: Pat
     flags = ("train", "digits", "--lr", "1e-3", "--devices", "cpu", *(w for key in changes for w in ("--set", key)))
     assert main([*flags, "--epochs", "3", "--out", str(tmp_path / "whole")]) == 0
     assert main([*flags, "--epochs", "2", "--out", str(tmp_path / "parts")]) == 0
-    assert main(["train", "--resume", "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "parts")]) == 0
+    resume = ("train", "--resume", "--devices", "cpu", "--out", str(tmp_path / "parts"))
+    assert main([*resume, "--epochs", "0"]) == 2  # the fitted head would replace the weights
+    assert main([*resume, "--epochs", "3"]) == 0
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

@@ -258,6 +258,8 @@ def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Re
     def read() -> Recipe | None:
         if not newest_first(run_dir / run_files.CHECKPOINTS, _since(request)):
             return None
+        if not request.recipe.epochs:
+            raise InputError("--resume: epochs = 0, but fine-tuning has begun; give more")
         return of_run(load_recipe(run_dir / run_files.RECIPE))
 
     return world.from_main(read) if _is_continued(request) else None
