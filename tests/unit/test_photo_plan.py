@@ -65,6 +65,12 @@ def test_more_time_gives_more_epochs_whose_weights_are_averaged() -> None:
     assert longer.averaging > shorter.averaging
 
 
+def test_sizes_are_fine_enough_to_use_up_the_time() -> None:
+    found = [plan(seconds, 6000, [SMALL]).image_size for seconds in range(22, 36)]
+    assert found == sorted(found, key=str)
+    assert {144, 176, 208, 224} <= set(found)
+
+
 def test_a_budget_that_nothing_fits_gets_the_quickest_network_and_a_warning() -> None:
     found = plan(12, slowness=10)
     assert (found.backbone, found.image_size, found.epochs) == (SMALL, 128, 0)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 # The error grows with this power of published size / size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8
-# Candidate sizes, relative to the published size.
-SIZE_SHARES = (1.0, 6 / 7, 5 / 7, 4 / 7)
+# Candidate sizes: the published one, and multiples of SIZE_STEP below it, down to this share of it.
+SIZE_STEP, LEAST_SHARE = 16, 4 / 7
 # Assumed multiply-adds per second before measuring: a core with ONNX Runtime, and a modest GPU.
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Maximum number of measured networks.
@@ -219,12 +219,10 @@ def _reasons(
 
 def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
     """Return the published size and smaller ones, with the aspect ratio of the images."""
-    found = []
-    for share in SIZE_SHARES:
-        side = share * backbone.image_size
-        square = backbone.image_size if share == 1 else STRIDE * round(side / STRIDE)
-        found.append(square if ratio == 1 else of_shape(side, ratio))
-    return list(dict.fromkeys(found))
+    whole = backbone.image_size
+    smaller = range(SIZE_STEP * math.ceil(LEAST_SHARE * whole / SIZE_STEP), whole, SIZE_STEP)
+    found = [whole, *reversed(smaller)]
+    return [*found] if ratio == 1 else list(dict.fromkeys(of_shape(side, ratio) for side in found))
 
 
 def of_shape(side: float, ratio: float) -> tuple[int, int]:
