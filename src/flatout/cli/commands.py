@@ -403,11 +403,8 @@ def do_pack(args: Namespace, console: Console) -> Output:
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
     found = find(args.data, recipe.data, recipe.task, console=console)
-    settings = PackSettings(
-        size=size,
-        channels=args.channels or measure_dataset(found, accelerated=False).channels,
-        **{name: getattr(recipe.data, name) for name in ("resize", "on_bad_image", "max_bad_share", "bits")},
-    )
+    channels = args.channels or measure_dataset(found, accelerated=False).channels
+    settings = PackSettings(**vars(recipe.data), size=size, channels=channels)
     pack = build_pack(found, settings, args.out, report=console)
     console.finish()
     rate = len(pack.labels) / pack.build_seconds
