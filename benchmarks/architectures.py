@@ -9,7 +9,7 @@ For each architecture, in a process of its own:
 | size | the network takes images of `usable_size(--size)` |
 | build | a network with random weights and its published number of classes, of the published size; saved as a file |
 | load | a network for 5 classes and the usable size takes the file; its last layer starts small |
-| head | the head is found; after a fit to the features of 20 random images, logits are those of the fit |
+| head | the head is found; after a fit to the features of 8 random images, logits are those of the fit |
 | step | one training step of all layers; logits are finite, and head and body have changed |
 | reload | weights saved and loaded into a new network give equal logits |
 
@@ -38,6 +38,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from common import about, make_parser
 from flatout.config import Recipe, from_dict
@@ -53,9 +54,25 @@ from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from flatout.utils.console import duration
 
-IMAGES, CLASSES, BATCH = 20, 5, 4
+IMAGES, CLASSES, BATCH = 8, 5, 4
+# Random numbers of a network are drawn once for so many elements, a prime, and repeated: no two rows are equal.
+BLOCK = 1_000_003
 # Copies of the weights that a trial has at once: two networks, a gradient, a momentum, a file in memory.
 COPIES, BASE_BYTES = 6, 1_500_000_000
+
+
+class RepeatedDraws(TorchFunctionMode):
+    """Fills large tensors with a repeated block of draws: most of a trial of a large network would be its draws."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        draws = func in (torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.erfinv_)
+        if not draws or args[0].is_meta or args[0].numel() <= BLOCK or not args[0].is_contiguous():
+            return func(*args, **(kwargs or {}))
+        flat = args[0].view(-1)
+        func(flat[:BLOCK], *args[1:], **(kwargs or {}))
+        for part in flat[BLOCK:].split(BLOCK):
+            part.copy_(flat[: len(part)])
+        return args[0]
 
 
 def parameters_of(name: str) -> int:
@@ -71,7 +88,8 @@ def attempt(name: str, wanted: int, report: Any) -> str:
     report("build", {"size": size})
     with tempfile.TemporaryDirectory() as folder, quiet():
         torch.manual_seed(1)
-        original = timm.create_model(name)
+        with RepeatedDraws():
+            original = timm.create_model(name)
         report("build", {"parameters": sum(p.numel() for p in original.parameters())})
         path = Path(folder) / "published.safetensors"
         save_file({key: tensor.contiguous().clone() for key, tensor in original.state_dict().items()}, path)
@@ -92,9 +110,10 @@ def attempt(name: str, wanted: int, report: Any) -> str:
                 "data": {"mean": [0.5] * 3, "std": [0.25] * 3},
             }
         )
-        model = build_model(recipe, CLASSES)
         sentences: list[str] = []
-        load_pretrained(model, recipe, sentences.append)
+        with RepeatedDraws():
+            model = build_model(recipe, CLASSES)
+            load_pretrained(model, recipe, sentences.append)
         assert "starts fresh" in sentences[-1], sentences[-1]
         path.unlink()
         samples = random_images(recipe)
@@ -112,7 +131,8 @@ def attempt(name: str, wanted: int, report: Any) -> str:
         report("reload", {})
         saved = Path(folder) / "trained.safetensors"
         save_tensors(saved, model.state_dict(), {})
-        again = build_model(recipe, CLASSES)
+        with RepeatedDraws():
+            again = build_model(recipe, CLASSES)
         load_exactly(again, read_weights(saved)[0], saved)
         difference = np.abs(evaluated(again, recipe, samples) - logits).max()
         assert difference <= 1e-5 * np.abs(logits).max(), f"logits of the reloaded network differ by {difference:.2g}"

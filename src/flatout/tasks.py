@@ -16,6 +16,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError
+from flatout.utils.run_files import JsonObject
 from flatout.utils.style import plain
 
 if TYPE_CHECKING:
@@ -137,11 +138,15 @@ class Task(ABC):
     def selection_metric(self, metrics: dict[str, float]) -> float:
         """Return the metric that chooses the best epoch; the higher, the better."""
 
+    def selection_error(self, metric: float, count: int) -> float:
+        """Return the standard error of a `selection_metric` of so many images, if it is an accuracy, else 0."""
+        return 0.0
+
     @abstractmethod
     def guessing_loss(self, classes: int) -> float:
         """Return the loss of predictions that do not depend on the image."""
 
-    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+    def remark(self, split: str, figures: JsonObject) -> str:
         """Return the remark below the first metric of a split in the report; "" if figures are missing."""
         with contextlib.suppress(KeyError):
             return self.report_remark.format(**_of(split, figures))
@@ -155,7 +160,7 @@ class Task(ABC):
         """Return the final predictions, in the form of labels."""
         return predicted
 
-    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
         """Return `class`, `precision`, `recall`, `f1` and `support` of each class, 0 if undefined."""
         from sklearn.metrics import precision_recall_fscore_support
 
@@ -165,11 +170,11 @@ class Task(ABC):
         rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
         return [{"class": name, **dict(zip(keys, row, strict=True))} for name, row in zip(classes, rows, strict=True)]
 
-    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         """Return the metrics that are computed once, after training, from finite `probabilities`."""
         return {}
 
-    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
         """Return mistakes made more than once: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
         return []
 
@@ -178,13 +183,13 @@ class Task(ABC):
         return []
 
     @abstractmethod
-    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> JsonObject:
         """Return the fields of a `Prediction` for one row of `probabilities`."""
 
     # --- report -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def text(self, label: Any, classes: Sequence[str]) -> str:
+    def text(self, label: object, classes: Sequence[str]) -> str:
         """Return a label, or a prediction, in words."""
 
     @abstractmethod
@@ -195,12 +200,12 @@ class Task(ABC):
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         """Return the positions of mistakes, int64, the worst first."""
 
-    def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
+    def confidence(self, answer: object, probabilities_K: np.ndarray) -> float | None:
         """Return the probability of a prediction, or None."""
         return None
 
 
-def _of(split: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _of(split: str, figures: JsonObject) -> JsonObject:
     """Return the figures of a split without its prefix; `plain_mae` has no exponent."""
     found = {key.removeprefix(f"{split}_"): value for key, value in figures.items() if value is not None}
     return found | {"plain_mae": plain(found["mae"])} if "mae" in found else found
@@ -296,11 +301,14 @@ class SingleLabel(Task):
         # Records of earlier versions have no balanced accuracy.
         return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 
-    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+    def selection_error(self, metric: float, count: int) -> float:
+        return math.sqrt(metric * (1 - metric) / count)
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         from sklearn.metrics import average_precision_score, roc_auc_score, top_k_accuracy_score
 
         K = probabilities.shape[1]
-        found: dict[str, Any] = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
+        found: JsonObject = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
         is_finite = np.isfinite(probabilities).all(axis=1)
         if K > TOP:
             right = is_finite.any() and top_k_accuracy_score(
@@ -312,7 +320,7 @@ class SingleLabel(Task):
             found["average_precision"] = float(average_precision_score(labels_N, probabilities_N))
         return found
 
-    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
         matrix_KK = confusion(answers, labels, len(classes))
         count_K = matrix_KK.sum(axis=1) + np.bincount(labels[answers < 0], minlength=len(classes))
         np.fill_diagonal(matrix_KK, 0)
@@ -330,7 +338,7 @@ class SingleLabel(Task):
             return []
         return [(classes[1], labels[is_finite], probabilities[is_finite, 1])]
 
-    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> JsonObject:
         best = np.argsort(-row, kind="stable")[:top]
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
@@ -445,7 +453,7 @@ class MultiLabel(Task):
     def decided(self, predicted: np.ndarray) -> np.ndarray:
         return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
 
-    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         from sklearn.metrics import roc_auc_score
 
         found = self.decisions(labels, probabilities, [""] * labels.shape[1])[1:]
@@ -458,7 +466,7 @@ class MultiLabel(Task):
         columns = [("all decisions", labels.ravel(), probabilities.ravel()), *columns]
         return [column for column in columns if len(np.unique(column[1])) == 2]
 
-    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> JsonObject:
         best = [i for i in np.argsort(-row, kind="stable") if self.decided(row)[i]]
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
@@ -553,7 +561,7 @@ class Regression(Task):
     def selection_metric(self, metrics: dict[str, float]) -> float:
         return -metrics["mae"]
 
-    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> JsonObject:
         return {"value": float(row[0])}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
@@ -565,7 +573,7 @@ class Regression(Task):
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         return np.argsort(-np.abs(np.nan_to_num(predicted - labels)), kind="stable")
 
-    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
         return []
 
 
@@ -616,7 +624,7 @@ def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence
     return np.array(given, np.float32)
 
 
-def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
+def describe_metrics(split: str, figures: JsonObject) -> str:
     """Return the main metrics of a split in words; `figures` are those of `summary.json`, including `task`."""
     return f"{split} {TASKS[figures['task']].description.format(**_of(split, figures))}"
 

@@ -9,6 +9,12 @@ import torch
 
 import flatout
 from flatout.cli.main import main
+from flatout.config import from_dict
+from flatout.data.batches import Split
+from flatout.distributed.world import World
+from flatout.engine.torch.engine import TorchEngine
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import EpochRecord, Progress
 from flatout.utils.run_files import read_run
 from tests.system.run_files import metrics, summary, weights
 
@@ -66,6 +72,42 @@ def test_early_stopping_and_plateau(tmp_path: Path) -> None:
     lines = metrics(out)
     assert figures["best_epoch"] == max(lines, key=lambda r: (r["valid_accuracy"], -r["valid_loss"]))["epoch"]
     assert lines[-1]["learning_rate"] < lines[0]["learning_rate"]
+
+
+@pytest.mark.parametrize(("head", "accuracy", "kept"), [(0.8, 0.9, 2), (0.91, 0.9, 1), (0.8, 0.825, 1)])
+def test_after_a_fitted_head_a_lower_loss_counts_within_a_standard_error(
+    head: float, accuracy: float, kept: int
+) -> None:
+    """Epochs of 0.925, with an error of 0.042, and of `accuracy`, with a lower loss."""
+    counts = [36, 1, 3] if accuracy == 0.9 else [33, 4, 3]
+    labels = np.repeat([0, 1, 2], counts)
+    pixels = np.array([0, 127, 255], np.uint8)[labels][:, None, None, None]
+    sizes = {"model": "python:Scripted", "image_size": 1, "channels": 1, "epochs": 2, "batch_size": 40}
+    recipe = from_dict({**sizes, "task": "single-label", "data": {"mean": [0.5], "std": [0.5]}})
+    right, sure = 0.1 * answers([0, 1, 1])[0], 20.0 * torch.eye(3)[[0, 0, 0]]
+    engine = TorchEngine(Scripted(torch.stack([right, sure * torch.tensor([[1.0], [0.01], [0.01]])])), recipe)
+    samples = Split(images=pixels, rows=np.arange(40), labels=labels)
+    placed = {name: engine.place(samples) for name in ("train", "valid")}
+    placed["train"].compile()
+    progress = Progress(head=record_of_head(head))
+    run_loop(engine, World(), recipe, placed, progress, LoopHooks())
+    assert [line.metrics["valid_accuracy"] for line in progress.history] == pytest.approx([0.925, accuracy])
+    assert progress.history[1].metrics["valid_loss"] < progress.history[0].metrics["valid_loss"]
+    assert progress.best_epoch == kept
+
+
+def record_of_head(accuracy: float) -> EpochRecord:
+    figures = {"valid_accuracy": accuracy, "valid_loss": 1.0}
+    return EpochRecord(
+        epoch=0,
+        step=0,
+        learning_rate=0.0,
+        train_loss=1.0,
+        images=40,
+        seconds=1.0,
+        images_per_second=40.0,
+        metrics=figures,
+    )
 
 
 def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, capsys) -> None:

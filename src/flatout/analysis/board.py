@@ -36,7 +36,7 @@ from flatout.train.run_dir import Holder, holder
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import METRICS, RECIPE, SUMMARY, WEIGHTS, RunFiles
+from flatout.utils.run_files import METRICS, RECIPE, SUMMARY, WEIGHTS, JsonObject, RunFiles
 from flatout.utils.style import finite
 
 HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 100
@@ -67,8 +67,6 @@ FIGURES = (
 # Bytes at the end of logs and live metrics that a page receives.
 TAIL_BYTES = 2**19
 
-Row = dict[str, Any]  # a JSON object
-
 
 # --- all runs ---------------------------------------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ class RunStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._rows: dict[str, tuple[int | None, Row]] = {}  # by name: the time of the folder, and what it holds
+        self._rows: dict[str, tuple[int | None, JsonObject]] = {}  # by name: the time of the folder, and what it holds
         self._lock = threading.Lock()
 
     def path_of(self, run: str) -> Path:
@@ -91,7 +89,7 @@ class RunStore:
             raise InputError(f"{run}: there is no such run in {self.root}")
         return self.root / run
 
-    def content(self, version: str = "") -> Row:
+    def content(self, version: str = "") -> JsonObject:
         """Return `runs`, `folder`, `exists`, `notes` and their `version`; only that if it is the given one."""
         with self._lock:
             folders, rows = list(islice(self._folders(), MAX_FOLDERS)), {}
@@ -134,18 +132,20 @@ class RunStore:
                 waiting += [(path / n, depth + 1) for n, is_folder in visible.items() if is_folder and n not in skipped]
 
 
-def _row(name: str, path: Path, date: float) -> Row:
+def _row(name: str, path: Path, date: float) -> JsonObject:
     """Return the figures of a run for the table; `problems` are sentences about missing and damaged files."""
     process = holder(path)
-    row: Row = {"id": name, "name": path.name or path.resolve().name, "date": date, "spark": []}
+    row: JsonObject = {"id": name, "name": path.name or path.resolve().name, "date": date, "spark": []}
     try:
         files = run_files.read_run(path, predictions=False)
     except (InputError, OSError) as error:
         has_epochs, recipe = any((path / file).exists() for file in (METRICS, SUMMARY)), run_files.read_recipe(path)[1]
         status = "running" if _is_alive(path, process) else "broken" if has_epochs else "incomplete"
         problems = [f"{error}."] if status != "running" else []
-        words = {key: str(recipe.get(key) or "") for key in ("job", "model")}
-        return row | words | {"status": status, "problems": problems, "epochs_trained": 0}
+        words: JsonObject = {key: str(recipe.get(key) or "") for key in ("job", "model")}
+        return (
+            row | words | {"status": status, "problems": problems, "epochs": recipe.get("epochs"), "epochs_trained": 0}
+        )
     summary, recipe, status = files.summary, files.recipe, _status(files, process)
     last = files.metrics[-1] if files.metrics else {}
     with contextlib.suppress(ValueError):
@@ -160,18 +160,18 @@ def _row(name: str, path: Path, date: float) -> Row:
         "job": summary.get("job") or recipe.get("job") or "",
         "model": recipe.get("model") or "",
         "note": summary.get("stopped") or "",
-        "epochs": recipe.get("epochs") or summary.get("epochs"),
-        "epochs_trained": len(files.metrics),
+        "epochs": recipe.get("epochs", summary.get("epochs")),
+        "epochs_trained": sum(bool(line.get("epoch")) for line in files.metrics),  # 0 is a fitted head
         "folds": len(summary.get("folds") or ()),
     }
     return run_files.plain(row)
 
 
-def _result(files: RunFiles) -> Row:
+def _result(files: RunFiles) -> JsonObject:
     """Return the main metric: on test images, else validation images, else of the last epoch; and its history."""
     task = task_named(files.summary.get("task") or files.recipe.get("task"))
     metric = task.metric_names[0]
-    found: Row = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
+    found: JsonObject = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
     for split, values in product(("test", "valid"), (files.summary, *files.metrics[-1:])):
         if (score := finite(values.get(f"{split}_{metric}"))) is not None:
             found |= {"score": score, "split": split, "loss": finite(values.get(f"{split}_loss"))}
@@ -217,7 +217,7 @@ def _problems(files: RunFiles, status: str) -> list[str]:
 # --- one run, and several ---------------------------------------------------------------------------------------------
 
 
-def run_details(path: Path) -> Row:
+def run_details(path: Path) -> JsonObject:
     """Return recipe, figures and verdict of a run. A run without an epoch has only its recipe."""
     try:
         summary = run_files.read_run(path, predictions=False).summary
@@ -231,7 +231,7 @@ def run_details(path: Path) -> Row:
     }
 
 
-def compare_runs(paths: Mapping[str, Path]) -> Row:
+def compare_runs(paths: Mapping[str, Path]) -> JsonObject:
     """Return the metrics of several runs by epoch, and the recipe keys that differ, with their values."""
     recipes = [_flat(run_files.read_recipe(path)[1]) for path in paths.values()]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
@@ -242,19 +242,19 @@ def compare_runs(paths: Mapping[str, Path]) -> Row:
     }
 
 
-def _flat(recipe: Row, prefix: str = "") -> Row:
-    found: Row = {}
+def _flat(recipe: JsonObject, prefix: str = "") -> JsonObject:
+    found: JsonObject = {}
     for key, value in recipe.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def read_changes(run: Path, stamps: Mapping[str, str]) -> Row:
+def read_changes(run: Path, stamps: Mapping[str, str]) -> JsonObject:
     """Return the lines of the files of a run that have changed: all `metrics`, the last ones of `live` and `log`.
 
     `stamps` are those of an earlier answer: inode, time and size of each file.
     """
-    found: Row = {}
+    found: JsonObject = {}
     files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / "rank-0.log"}
     now: dict[str, str] = {}
     for name, path in files.items():
@@ -313,7 +313,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
     def style(request: Request) -> Response:
         return FileResponse(STYLE, media_type="text/css")
 
-    contents: dict[str, Callable[[Request], Row]] = {
+    contents: dict[str, Callable[[Request], JsonObject]] = {
         "/api/runs": lambda request: store.content(request.query_params.get("version", "")),
         "/api/changes": lambda request: read_changes(path_of(request), request.query_params),
         "/api/run": lambda request: run_details(path_of(request)),

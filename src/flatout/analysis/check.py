@@ -7,12 +7,12 @@ import hashlib
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from flatout.data.source import ImageDataset, describe
 from flatout.utils.console import aligned
 from flatout.utils.files import printable
 from flatout.utils.host import usable_cores
+from flatout.utils.run_files import JsonObject
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class Headers:
         return readable[found[np.argsort(-deviation[found], kind="stable")]]
 
 
-def format_sizes(figures: Mapping[str, Any]) -> list[str]:
+def format_sizes(figures: JsonObject) -> list[str]:
     """Return the widths and heights of `figures` as lines of text."""
     named = {"width: ": figures["widths"], "height:": figures["heights"]}
     return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
@@ -150,7 +151,7 @@ def label_of(source: ImageDataset, index: int) -> str:
     return source.classes[label]
 
 
-def dataset_figures(source: ImageDataset, headers: Headers) -> dict[str, Any]:
+def dataset_figures(source: ImageDataset, headers: Headers) -> JsonObject:
     """Return what `check` and `look` both report of a data set: its numbers of images, labels, sizes and modes."""
     numbers = {}
     if source.task == "regression":
@@ -177,7 +178,7 @@ def dataset_figures(source: ImageDataset, headers: Headers) -> dict[str, Any]:
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
+def check(source: ImageDataset, report: Progress) -> JsonObject:
     """Return the contents and the flaws of a data set; every image file is decoded, nothing is changed.
 
     Images are named by their files below the folder of the data, or as split[index] in arrays. Identical images are
@@ -243,7 +244,7 @@ def _divided_groups(source: ImageDataset) -> dict[str, dict[str, int]]:
     return {name: found[name] for name in sorted(found) if len(found[name]) > 1}
 
 
-def format_check(result: dict[str, Any]) -> list[str]:
+def format_check(result: JsonObject) -> list[str]:
     """Return a result of `check` as lines of text; long lists are shortened, with a count."""
     classes = tuple(next(iter(result["counts"].values())))
     spans = {split: (0, count) for split, count in result["images"].items()}
@@ -273,7 +274,7 @@ def _format_classes(counts: dict[str, dict[str, int]], classes: tuple[str, ...])
         yield f"images per class in {split}: {min(of.values()):,} to {max(of.values()):,}"
 
 
-def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[str]]]:
+def _sections(result: JsonObject, labels: str) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and items; rare sections are omitted if empty."""
     yield "unreadable files", [f"{bad['name']}: {bad['reason']}" for bad in result["unreadable"]]
     for title, key in (

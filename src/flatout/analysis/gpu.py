@@ -8,12 +8,13 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from flatout.config.settings import nearest
 from flatout.utils.errors import InputError
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from flatout.analysis.gpu_trace import Call, Trace
@@ -245,7 +246,7 @@ def largest_batch(chip: Chip, small: "Trace", large: "Trace") -> int:
 
 def estimate_on_gpus(
     work: "Work", chips: Mapping[str, Chip], price: float | None, *, inference: bool, allow_code: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the estimates in plan.json: a row for each GPU; `price` is that of one for an hour."""
     if not work.recipe.epochs:
         raise InputError(
@@ -279,7 +280,7 @@ def estimate_on_gpus(
     return {"estimate": True, "inference": inference, "price_per_gpu_hour": price, "gpus": rows}
 
 
-def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> dict[str, Any]:
+def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> JsonObject:
     time = step_time(chip, trace, tf32=precision != "fp32")
     image_bytes = math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
     # Images that do not fit on the GPU are copied to it during the step before.

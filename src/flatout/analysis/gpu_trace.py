@@ -133,7 +133,7 @@ class _CudaFunctions(TorchFunctionMode):
             args, kwargs = map(cast, args), {key: cast(value) for key, value in kwargs.items()}
         return (_attention if func is functional.scaled_dot_product_attention else func)(*args, **kwargs)
 
-    def _to_half(self, value: Any) -> Any:
+    def _to_half(self, value: object) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._to_half(item) for item in value]
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
@@ -145,7 +145,7 @@ class _CudaFunctions(TorchFunctionMode):
         return self.copies[value]
 
 
-def _to_full(value: Any) -> Any:
+def _to_full(value: object) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.numel()]
 
 

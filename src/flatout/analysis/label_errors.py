@@ -31,6 +31,7 @@ from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable, write_atomically
+from flatout.utils.run_files import JsonObject
 
 PAGE, SUGGESTIONS, CORRECTED = "label-errors.html", "label-errors.csv", "corrected.csv"
 COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")
@@ -124,7 +125,7 @@ class LabelErrors:
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
     """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "epochs": max(1, int(SHARE_OF_EPOCHS * recipe.epochs)),
         "data.folds": FOLDS if recipe.epochs > 1 else 2,
         "data.fold": 0,
@@ -173,7 +174,7 @@ def find_label_errors(
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[str]]:
+def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
     """Write page, suggestions and, for files, all labels corrected into a folder; return the result, and lines."""
     source, rows = found.source, [_suggestion(found.source, error) for error in found.errors]
     columns = [name for name in COLUMNS if name != "file" or source.files is not None]
@@ -197,14 +198,14 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[dict[str, Any], list[st
     return result, lines
 
 
-def _suggestion(source: ImageDataset, error: LabelError) -> dict[str, Any]:
+def _suggestion(source: ImageDataset, error: LabelError) -> JsonObject:
     split, name = source.split_of(error.index), name_of(source, error.index)
     given, suggested = source.classes[error.given], source.classes[error.suggested]
     values = (name, split, error.index - source.splits[split][0], given, suggested, round(error.confidence, 4))
     return {"index": error.index, "name": name, **dict(zip(COLUMNS, values, strict=True))}
 
 
-def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
     source, shown = found.source, rows[:MAX_SHOWN]
     pairs = Counter((row["given"], row["suggested"]) for row in rows)
     images = thumbnails(source, [row["index"] for row in shown])

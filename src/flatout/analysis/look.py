@@ -39,7 +39,7 @@ from flatout.train.recipes import resolve
 from flatout.utils.console import Console
 from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, permutation
-from flatout.utils.run_files import visible, write_json
+from flatout.utils.run_files import JsonObject, visible, write_json
 from flatout.utils.style import plain
 
 PAGE, FIGURES = "look.html", "look.json"
@@ -56,9 +56,7 @@ BINS = 24
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _decoded(
-    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
-) -> list[np.ndarray | None]:
+def _decoded(source: ImageDataset, indices: Sequence[int], how: Callable[..., JsonObject]) -> list[np.ndarray | None]:
     """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
 
     def decode(index: int) -> np.ndarray | None:
@@ -80,7 +78,7 @@ def _decoded(
 def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
     """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
 
-    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
+    def fitting(height: int, width: int, channels: int, bits: int) -> JsonObject:
         scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
         size = max(1, round(height * scale)), max(1, round(width * scale))
         return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}
@@ -88,7 +86,7 @@ def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray 
     return [None if image is None else visible(image) for image in _decoded(source, indices, fitting)]
 
 
-def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
+def tile(image_HWC: np.ndarray | None) -> JsonObject:
     """Return an image for a page: a data URI, and whether it is enlarged without interpolation."""
     if image_HWC is None:
         return {"image": "", "tiny": False}
@@ -159,7 +157,7 @@ class Look:
         return f"<Look: {self.title}>"
 
     @cached_property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> JsonObject:
         """Counts, sizes and outliers as plain values, as in look.json."""
         source, found = self.source, dataset_figures(self.source, self.headers)
         return {
@@ -214,11 +212,11 @@ class Look:
         chosen = rows[permutation(self.recipe.seed, Stream.PICTURES, number + 1, len(rows))[:IMAGES_OF_CLASS]]
         return Group(name, len(rows), chosen.tolist())
 
-    def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> dict[str, Any]:
+    def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> JsonObject:
         title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
         return {**tile(image), "title": title, "text": text, "quiet": quiet}
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """Return everything that the page shows, by name."""
         figures, source, groups = self.figures, self.source, self.groups()
         # One image of each group first, so that the few that are shown differ.
@@ -317,7 +315,7 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
     return Look(source, headers, with_task(recipe, source.task), reasons)
 
 
-def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool = False, **changes: Any) -> Look:
+def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool = False, **changes: object) -> Look:
     """Look at a data set before training; in a notebook, the result shows itself.
 
     Args:

@@ -4,12 +4,11 @@ The range test is Smith's (arXiv 1506.01186, section 3.3).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 from flatout.utils import style
 from flatout.utils.console import Console, aligned
 from flatout.utils.errors import TrainingFailed
-from flatout.utils.run_files import write_json
+from flatout.utils.run_files import JsonObject, write_json
 from flatout.utils.style import shorten
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
@@ -43,7 +42,7 @@ MIN_DECREASE = 0.02
 MAX_LOSS_SHOWN = 1.25
 
 
-def find_rate(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
+def find_rate(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> JsonObject:
     """Run the test; write lr.json and lr.png; return the former's content.
 
     `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value of
@@ -57,7 +56,7 @@ def find_rate(recipe: Recipe, data: DataSource | ImageDataset, options: Options,
     return run_on_all_ranks(request, console, _test)
 
 
-def _test(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
+def _test(console: Console, world: World, request: TrainRequest) -> JsonObject:
     with set_up(console, world, request) as context:
         recipe = context.recipe
         train = place(context, only_train=True)["train"]
@@ -130,7 +129,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     return rates[np.flatnonzero(np.array(smoothed) <= smoothed[least] + 2 * noise)[-1]] / 10
 
 
-def format_lr(result: Mapping[str, Any]) -> list[str]:
+def format_lr(result: JsonObject) -> list[str]:
     """Return a table of the findings, as lines."""
     rates, _, smoothed = zip(*result["points"], strict=True)
     lowest = int(np.argmin(smoothed))
@@ -146,7 +145,7 @@ def format_lr(result: Mapping[str, Any]) -> list[str]:
     return [*aligned(table), "", *[remark] * (result["rate"] is None), files]
 
 
-def _draw(path: Path, result: Mapping[str, Any]) -> None:
+def _draw(path: Path, result: JsonObject) -> None:
     rates, losses, smoothed = zip(*result["points"], strict=True)
     job = shorten(result["job"], 40)
     title = f"{job}: learning-rate range test, {result['optimizer']}, batch {result['batch_size']:,}"

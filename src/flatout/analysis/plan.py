@@ -21,14 +21,12 @@ from flatout.tasks import with_task
 from flatout.train.recipes import resolve, start_of
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import write_json
+from flatout.utils.run_files import JsonObject, write_json
 from flatout.utils.style import plain
 
 PLAN_RESULT = "plan.json"
 # The limits of a step on TPUs, and their names.
 LIMITS = {"compute": "compute", "memory": "memory", "interconnect": "links"}
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def plan(
     allow_code: bool = False,
     out: Path | None = None,
     console: Console,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Plan a job (None if `changes` name a model) for GPUs or TPUs; write plan.json and return its content.
 
     `images` and `classes` are those of the training data, which are otherwise counted or published; `price` is that of
@@ -173,7 +171,7 @@ def _count(
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def format_plan(result: Row) -> list[str]:
+def format_plan(result: JsonObject) -> list[str]:
     """Return what `plan` returned as lines."""
     head = (
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
@@ -183,7 +181,7 @@ def format_plan(result: Row) -> list[str]:
     return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}"]
 
 
-def _format_estimate(result: Row) -> list[str]:
+def _format_estimate(result: JsonObject) -> list[str]:
     with_cost = result["price_per_chip_hour"] is not None
     head = ["topology", "chips", "memory of each", *LIMITS.values(), "step", "images/s", "job"]
     table = [[*head, *["cost"] * with_cost]]
@@ -214,7 +212,7 @@ def _format_estimate(result: Row) -> list[str]:
     return lines
 
 
-def _format_gpus(result: Row) -> list[str]:
+def _format_gpus(result: JsonObject) -> list[str]:
     with_cost = result["price_per_gpu_hour"] is not None
     head = ["GPU", "memory", "largest batch", "step", "images/s", "epoch", "job", *["cost"] * with_cost, "limit"]
     table = [head]

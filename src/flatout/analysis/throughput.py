@@ -33,7 +33,7 @@ from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
-from flatout.utils.run_files import RECIPE, SCALING, write_json
+from flatout.utils.run_files import RECIPE, SCALING, JsonObject, write_json
 from flatout.utils.style import shorten
 
 # Minimum seconds of the measurement that determines the number of steps of the others.
@@ -51,7 +51,6 @@ RATES = {"input": "the input path alone", "compute": "the step alone", "training
 SCALE_CHART = "scaling.png"
 LAST_LINES = 10  # printed of a run that failed without a message
 
-Row = Mapping[str, Any]
 Steps = Generator[None, None, None]
 
 
@@ -107,7 +106,7 @@ def _training(epochs: Iterable[Iterable[Any]], split: DeviceDataset, engine: Eng
         engine.counts()
 
 
-def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> dict[str, Any]:
+def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console) -> JsonObject:
     """Measure a job; nothing is written.
 
     The rates are those of batches ordered, read and copied to the devices without a step (`input`), of steps on the
@@ -121,7 +120,7 @@ def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, con
         return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _bench_on_rank)
 
 
-def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> dict[str, Any]:
+def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> JsonObject:
     with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
         recipe, engine, pack = context.recipe, context.engine, context.pack
         train = place(context, only_train=True)["train"]
@@ -188,7 +187,7 @@ def _measure_in_turn(timed: Mapping[str, Timed], engine: Engine) -> tuple[dict[s
     return rates, communication / spent["training"] if math.isfinite(communication) else None
 
 
-def _verdict(result: Mapping[str, Any]) -> list[str]:
+def _verdict(result: JsonObject) -> list[str]:
     prepared, computed = result["input_images_per_second"], result["compute_images_per_second"]
     ratio = max(prepared, computed) / min(prepared, computed)
     times = f"{ratio:,.1f}" if ratio < 10 else f"{ratio:,.0f}"
@@ -206,7 +205,7 @@ def _verdict(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def format_bench(result: Mapping[str, Any]) -> list[str]:
+def format_bench(result: JsonObject) -> list[str]:
     """Return the table and the verdict, as lines."""
     table = [[f"images per second on {result['devices']}", "median", "least", "most"]]
     for name, what in RATES.items():
@@ -230,7 +229,7 @@ def split_specs(text: str) -> list[str]:
 
 def scale(
     job: str, data: str | None, changes: Mapping[str, Any], *, devices: str, out: Path | None, console: Console
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train the job on each SPEC of `devices`; write scaling.json and scaling.png; return the former's content."""
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
     check_free(out)
@@ -248,7 +247,7 @@ def scale(
         "machine": machine(),
         "version": __version__,
     }
-    runs: list[dict[str, Any]] = []
+    runs: list[JsonObject] = []
     ended: str | None = "stopped"
     try:
         for spec, choice in chosen.items():
@@ -264,7 +263,7 @@ def scale(
     return {**result, "out": str(out)}
 
 
-def _run(out: Path, spec: str, console: Console) -> dict[str, Any]:
+def _run(out: Path, spec: str, console: Console) -> JsonObject:
     folder = out / re.sub(r"[:,]", "-", spec)
     console.note(f"{spec}: {folder}")
     _train(spec, out / RECIPE, folder)
@@ -315,7 +314,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
     return child.returncode
 
 
-def _figures(folder: Path) -> dict[str, Any]:
+def _figures(folder: Path) -> JsonObject:
     """Return what is compared of a run; None for what was not measured."""
     run = Run(folder)
     summary, epochs = run.summary, [line["seconds"] for line in run.epochs]
@@ -335,7 +334,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     }
 
 
-def compare_specs(runs: Sequence[Row]) -> list[dict[str, Any]]:
+def compare_specs(runs: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the runs with `base`, the SPEC of the same kind with the fewest devices, `speed_up` and `efficiency`.
 
     Speed-up is the ratio of the images per second, None without them; efficiency is the speed-up divided by the ratio
@@ -351,14 +350,14 @@ def compare_specs(runs: Sequence[Row]) -> list[dict[str, Any]]:
     return rows
 
 
-def format_scale(result: Row) -> list[str]:
+def format_scale(result: JsonObject) -> list[str]:
     """Return the table, a column for each SPEC, as lines."""
     columns = [_cells(row) for row in result["specs"]]
     table = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [*aligned(table), "", f"{result['out']}: {SCALING}, {SCALE_CHART} and a folder for each run"]
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: JsonObject) -> dict[str, str]:
     def cell(key: str, text: Callable[[float], str]) -> str:
         return "-" if row[key] is None else text(row[key])
 
@@ -380,12 +379,12 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _threads(row: Row) -> int | None:
+def _threads(row: JsonObject) -> int | None:
     """Return the threads of all processes; None on accelerators, where threads do not compute."""
     return row["world_size"] * row["threads_per_rank"] if row["kind"] == "cpu" and row["threads_per_rank"] else None
 
 
-def draw_scaling(path: Path, result: Row) -> None:
+def draw_scaling(path: Path, result: JsonObject) -> None:
     """Write a PNG with a bar for each SPEC: on the left images per second, with the ideal; on the right seconds.
 
     The ideal counts threads where they compute: a process of two threads is compared with two of one.

@@ -30,7 +30,7 @@ from flatout.tasks import task_of
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import installed
-from flatout.utils.run_files import write_json
+from flatout.utils.run_files import JsonObject, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,13 +152,13 @@ class CompiledStep:
     state_bytes: int = 0  # weights, buffers and optimizer state
     flops: float = 0.0
     memory_bytes: float = 0.0  # read from and written to memory
-    collectives: list[dict[str, Any]] = field(default_factory=list)  # kind, count, and bytes of results
+    collectives: list[JsonObject] = field(default_factory=list)  # kind, count, and bytes of results
 
 
-def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: float | None = None) -> dict[str, Any]:
+def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: float | None = None) -> JsonObject:
     """Return the table row of a topology for which a step was compiled."""
     chip, padded = choice.generation, -(-work.batch // choice.devices) * choice.devices
-    row: dict[str, Any] = {
+    row: JsonObject = {
         "topology": choice.name,
         "chips": choice.chips,
         "devices": choice.devices,
@@ -354,7 +354,7 @@ _BYTES = {"pred": 1, "bf16": 2}
 _REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
 
 
-def collectives(text: str) -> list[dict[str, Any]]:
+def collectives(text: str) -> list[JsonObject]:
     """Return kind, count and bytes of the messages between devices in a compiled program's text."""
     found: dict[str, list[int]] = {}
     for match in _COLLECTIVE.finditer(text):

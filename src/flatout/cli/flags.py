@@ -108,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
 class _Version(argparse.Action):
     """Prints the versions of flatout, Python, and the installed libraries that results depend on, a line each."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         found = {"flatout": __version__, "Python": platform.python_version()}
         found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "onnxruntime", "jax", "torchax", "keras")
         print("\n".join(f"{name} {version}" for name, version in found.items()))

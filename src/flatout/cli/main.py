@@ -7,7 +7,6 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
@@ -67,5 +66,5 @@ def _run(args: Namespace) -> None:
         raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
-def _stop(number: int, frame: Any) -> None:
+def _stop(number: int, frame: object) -> None:
     raise Stopped(number)

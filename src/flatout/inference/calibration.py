@@ -17,6 +17,7 @@ import torch
 
 from flatout.engine.base import Evaluation
 from flatout.models.weights import read_weights, save_tensors
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
@@ -355,7 +356,7 @@ class Calibration:
         assert threshold is not None
         return nonconformity(logits / self.temperature) <= threshold
 
-    def figures(self, result: Evaluation) -> dict[str, Any]:
+    def figures(self, result: Evaluation) -> JsonObject:
         """Return `trust` of `summary.json` and `evaluate`, for images with known classes; see `docs/trust.md`.
 
         `result` has `FeatureStats.distances` in place of features.
@@ -363,7 +364,7 @@ class Calibration:
         assert result.logits is not None
         is_finite = np.isfinite(result.logits).all(axis=1)
         logits, labels = result.logits[is_finite], result.labels[is_finite]
-        found: dict[str, Any] = {"temperature": self.temperature, "calibration_images": self.images}
+        found: JsonObject = {"temperature": self.temperature, "calibration_images": self.images}
         if not len(labels):
             return found
         is_right = both_logits(logits).argmax(axis=1) == labels

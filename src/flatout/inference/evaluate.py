@@ -22,7 +22,7 @@ from flatout.models.build import copied
 from flatout.tasks import task_named, wilson
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import PREDICTIONS, Predictions, RunFiles, read_run
+from flatout.utils.run_files import PREDICTIONS, JsonObject, Predictions, RunFiles, read_run
 from flatout.utils.style import plain
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ SIGNIFICANCE = 0.05
 MIN_CORRELATION = 0.7
 
 
-def evaluate(
-    run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
-) -> dict[str, Any]:
+def evaluate(run: "Run", data: object, *, devices: str, engine: str, console: Console, tta: bool = False) -> JsonObject:
     """See `Run.evaluate`. Several devices have one process each, as in training."""
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
@@ -48,8 +46,8 @@ def evaluate(
 
 
 def _evaluate(
-    console: Console, world: World, run: "Run", data: Any, devices: str, engine: str, tta: bool
-) -> dict[str, Any]:
+    console: Console, world: World, run: "Run", data: object, devices: str, engine: str, tta: bool
+) -> JsonObject:
     other = data is not None
     pack, labels = labelled(run, data, console, lambda load: load_once_per_host(world, load))
     calibration = run.calibration
@@ -98,7 +96,7 @@ def _evaluate(
 
 
 def labelled(
-    run: "Run", data: Any, console: Console, once: Callable[[Callable[[], Pack]], Pack] = lambda load: load()
+    run: "Run", data: object, console: Console, once: Callable[[Callable[[], Pack]], Pack] = lambda load: load()
 ) -> tuple[Pack, np.ndarray]:
     """Return the pack of a run, or of other data in the form of its model, and labels as the run's class indices.
 
@@ -133,9 +131,7 @@ def held_out(run: "Run", pack: Pack, labels: np.ndarray, *, other: bool) -> tupl
     return split, Split(images=pack.images, rows=rows, labels=labels[rows])
 
 
-def scores_of(
-    split: str, result: Evaluation, classes: Sequence[str], calibration: "Calibration | None"
-) -> dict[str, Any]:
+def scores_of(split: str, result: Evaluation, classes: Sequence[str], calibration: "Calibration | None") -> JsonObject:
     """Return the metrics of `summary.json` and `evaluate` that are computed once, after training.
 
     `result` has probabilities, and logits if `calibration` is given; `split` is the prefix of single metrics.
@@ -173,7 +169,7 @@ def _joined(results: list[Evaluation], *, own_parts: bool) -> tuple[float | None
 # --- two runs ---------------------------------------------------------------------------------------------------------
 
 
-def compare(first: Path, second: Path) -> dict[str, Any]:
+def compare(first: Path, second: Path) -> JsonObject:
     """Return the results of two runs on the same images, and the p-value of their difference.
 
     One class or several: McNemar's exact test of how many images only one run got right. Numbers: Wilcoxon's
@@ -239,7 +235,7 @@ def _look_alike(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(a.std() > 0 and b.std() > 0 and np.corrcoef(a, b)[0, 1] >= MIN_CORRELATION)
 
 
-def format_comparison(result: dict[str, Any]) -> list[str]:
+def format_comparison(result: JsonObject) -> list[str]:
     """Return the result of `compare` in words."""
     names, values = result["runs"], result["values"]
     metric = task_named(result["task"]).metric_title.lower() if result["metric"] == "mae" else result["metric"]

@@ -76,7 +76,7 @@ def _recorded(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Record the outputs of all modules in the order of their computation."""
     outputs: list[torch.Tensor] = []
 
-    def record(module: nn.Module, arguments: Any, output: Any) -> None:
+    def record(module: nn.Module, arguments: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad and output.is_floating_point():
             outputs.append(output)
 

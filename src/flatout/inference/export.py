@@ -31,6 +31,7 @@ from flatout.models.keras import KerasModule
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, causes, first_line
 from flatout.utils.files import write_atomically
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run
@@ -262,7 +263,7 @@ class Exported:
     export_seconds: float
     verify_seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain values for JSON."""
         return asdict(self) | {"out": str(self.out)}
 
@@ -278,7 +279,9 @@ class Exported:
         ]
 
 
-def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any = None, console: Console) -> Exported:
+def export(
+    run: "Run", out: str | Path, *, format: str | None = None, data: object = None, console: Console
+) -> Exported:
     """See `Run.export`; `console` shows progress."""
     out = Path(out)
     if format not in (None, FORMAT):
@@ -326,7 +329,7 @@ def export(run: "Run", out: str | Path, *, format: str | None = None, data: Any 
     return results[0]
 
 
-def _compare(run: "Run", samples: Split, predict: Predict, console: Console) -> dict[str, Any]:
+def _compare(run: "Run", samples: Split, predict: Predict, console: Console) -> JsonObject:
     """Compare a file's outputs with the run's on labelled images, and return fields of `Exported`."""
     positions = np.linspace(0, len(samples) - 1, min(len(samples), MAX_IMAGES)).astype(np.int64)
     theirs, ours = [], []

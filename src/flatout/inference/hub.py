@@ -25,6 +25,7 @@ from flatout.utils.run_files import (
     REPORT,
     SUMMARY,
     WEIGHTS,
+    JsonObject,
     read_summary,
     write_json,
 )
@@ -97,7 +98,7 @@ def _status_of(error: BaseException) -> int | None:
 # --- upload -----------------------------------------------------------------------------------------------------------
 
 
-def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = False, console: Console) -> dict[str, Any]:
+def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = False, console: Console) -> JsonObject:
     """Publish a finished run or cross-validation on the Hugging Face hub, with a model card.
 
     All files are one commit, so that an interrupted upload changes nothing. With `overwrite`, a repository that has
@@ -130,7 +131,7 @@ def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = Fal
     return {"url": url, **result, "bytes": size, "files": files}
 
 
-def format_upload(result: dict[str, Any]) -> list[str]:
+def format_upload(result: JsonObject) -> list[str]:
     """Return the result of `upload` as text."""
     files = f"{len(result['files'])} files, {result['bytes'] / 1e6:,.1f} MB"
     return [f"uploaded {files}", result["page"], f"use it: flatout predict {result['url']} FILE"]
@@ -226,7 +227,7 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
     known = sorted((f"{folder}/" for folder in folders if folder.name), key=len, reverse=True)
     kept = {match[0] for word in words for match in _LOCAL.finditer(word)}
 
-    def clean(value: Any) -> Any:
+    def clean(value: object) -> Any:
         if isinstance(value, dict):
             return {clean(key): inner if key in _OF_THE_DATA else clean(inner) for key, inner in value.items()}
         if isinstance(value, list):

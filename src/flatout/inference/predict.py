@@ -24,6 +24,7 @@ from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, MIN_IMAG
 from flatout.inference.explain import HeatmapWriter
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
@@ -80,7 +81,7 @@ class Prediction:
         # A list of them is readable in a notebook.
         return f"<{self}>"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain values for JSON."""
         if self.error is not None:
             return {"file": self.file, "error": self.error}
@@ -94,7 +95,7 @@ class Prediction:
 
 def predict(
     run: "Run",
-    images: Any,
+    images: object,
     *,
     top: int = 5,
     tta: bool = False,
@@ -117,7 +118,7 @@ def predict(
     def predicted(named: list[tuple[str, np.ndarray]]) -> list[Prediction]:
         names, pixels = [name for name, _ in named], np.stack([image for _, image in named])
         outputs = run.outputs(pixels, tta=tta)
-        fields: list[dict[str, Any]] = [run.task.answer(row, run.classes, top) for row in outputs.probabilities]
+        fields: list[JsonObject] = [run.task.answer(row, run.classes, top) for row in outputs.probabilities]
         if outputs.unknown_score is not None and run.unknown_threshold is not None:
             for one, is_unknown in zip(fields, outputs.unknown_score > run.unknown_threshold, strict=True):
                 one["unknown"] = bool(is_unknown)
@@ -139,7 +140,7 @@ def predict(
 
 def _predictions(
     recipe: "Recipe",
-    images: Any,
+    images: object,
     predicted: Callable[[list[tuple[str, np.ndarray]]], list[Prediction]],
     *,
     stops: bool,
@@ -215,8 +216,8 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
     return counts
 
 
-def _row(one: Prediction, *, numbered: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"file": one.file, "explanation": one.explanation, "error": one.error}
+def _row(one: Prediction, *, numbered: bool) -> JsonObject:
+    row: JsonObject = {"file": one.file, "explanation": one.explanation, "error": one.error}
     if one.unknown is not None:
         row["unknown"] = str(one.unknown).lower()
     if one.coverage is not None:
@@ -234,7 +235,7 @@ def _row(one: Prediction, *, numbered: bool) -> dict[str, Any]:
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
+def _named(images: object, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
     if isinstance(images, np.ndarray | torch.Tensor):
         yield from _rows(images, recipe)
@@ -279,7 +280,7 @@ def _files(path: Path) -> list[Path]:
 
 def _pixels(recipe: "Recipe", name: str, image: Any) -> tuple[str, np.ndarray] | Prediction:
     """Return name and stored pixels [H, W, C] of an image; if it cannot be read, a `Prediction` with the reason."""
-    shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels}
+    shape: JsonObject = {"size": recipe.stored_sides, "channels": recipe.channels}
     shape |= {"resize": recipe.data.resize, "bits": recipe.data.bits}
     try:
         if hasattr(image, "convert"):

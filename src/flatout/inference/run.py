@@ -43,6 +43,7 @@ from flatout.utils.run_files import (
     REPORT,
     SUMMARY,
     WEIGHTS,
+    JsonObject,
     Predictions,
     read_metrics,
     read_predictions,
@@ -90,7 +91,7 @@ class Run:
         return of_run(load_recipe(self.path / RECIPE))
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """The content of summary.json."""
         missing: dict[str, str] = {}
         summary = read_summary(self.path, missing)
@@ -99,7 +100,7 @@ class Run:
         return summary
 
     @cached_property
-    def epochs(self) -> list[dict[str, Any]]:
+    def epochs(self) -> list[JsonObject]:
         """The lines of metrics.jsonl, one per epoch."""
         return read_metrics(self.path, {})
 
@@ -158,8 +159,8 @@ class Run:
         return model
 
     def evaluate(
-        self, data: Any = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
-    ) -> dict[str, Any]:
+        self, data: object = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
+    ) -> JsonObject:
         """Return loss, count and metrics on the run's test data, or on other data, with the keys of `summary.json`.
 
         If only a validation split exists, the prefix is `valid`.
@@ -174,7 +175,7 @@ class Run:
 
     def predict(
         self,
-        images: Any,
+        images: object,
         *,
         top: int = 5,
         tta: bool = False,
@@ -202,7 +203,7 @@ class Run:
         found = predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain, on_bad_image=on_bad_image)
         return list(found)
 
-    def export(self, out: str | Path, *, format: str | None = None, data: Any = None) -> "Exported":
+    def export(self, out: str | Path, *, format: str | None = None, data: object = None) -> "Exported":
         """Write the run as ONNX for other programs, verified on its test images; see `docs/export.md`.
 
         Args:

@@ -160,7 +160,7 @@ def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
         return _call_factory(recipe, num_outputs)
 
 
-def copied(module: Any) -> "nn.Module":
+def copied(module: object) -> "nn.Module":
     """Copy a user's module to the CPU."""
     from torch import nn
 

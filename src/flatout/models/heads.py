@@ -270,7 +270,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
         model.register_forward_hook(_select_logits)
 
 
-def _select_logits(module: nn.Module, arguments: Any, output: Any) -> Any:
+def _select_logits(module: nn.Module, arguments: object, output: object) -> Any:
     """Forward hook: the logits of a dict, of an object, or the first of several outputs."""
     if isinstance(output, Mapping):
         return output.get("logits", output.get("out"))
@@ -279,11 +279,11 @@ def _select_logits(module: nn.Module, arguments: Any, output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
-def _undo_softmax(module: nn.Module, arguments: Any, output: Any) -> Any:
+def _undo_softmax(module: nn.Module, arguments: object, output: object) -> Any:
     return _select_logits(module, arguments, output).float().clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
-def _undo_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
+def _undo_sigmoid(module: nn.Module, arguments: object, output: object) -> Any:
     return torch.logit(_select_logits(module, arguments, output).float(), eps=1e-7)
 
 

@@ -99,7 +99,7 @@ class KerasModule(nn.Module):
         self.write_to(model)
         return model
 
-    def write_to(self, model: Any) -> None:
+    def write_to(self, model: object) -> None:
         """Assign this module's weights to a Keras model of the same architecture."""
         values = self.state_dict()
         for name, variable in _named_weights(model).items():
@@ -107,7 +107,7 @@ class KerasModule(nn.Module):
 
 
 @contextlib.contextmanager
-def counting(mask_B: Any) -> Iterator[None]:
+def counting(mask_B: object) -> Iterator[None]:
     """Compute batch statistics inside the block from the samples that `mask_B` (bool) marks; None for all."""
     token = _counted.set(mask_B)
     try:
@@ -171,7 +171,7 @@ def _keras() -> Any:
     return keras
 
 
-def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any:
+def _copied(model: object, copied_layer: Callable[[Any], Any] | None = None) -> Any:
     """Copy a model, its layers by `copied_layer` if given, with fresh weights."""
     return _keras().models.clone_model(model, clone_function=copied_layer, recursive=True)
 
@@ -214,7 +214,7 @@ def _leaves(model: Any) -> Iterator[Any]:
         yield from _leaves(layer) if is_keras(layer) else [layer]
 
 
-def _rescaling(model: Any) -> float:
+def _rescaling(model: object) -> float:
     """Find the scale of the Rescaling at the start of a model, augmentation aside; 0 for none."""
     keras = _keras()
     for layer in _leaves(model):
@@ -232,7 +232,7 @@ def _last_layer(model: Any) -> Any:
     return model
 
 
-def _activation(model: Any) -> str:
+def _activation(model: object) -> str:
     """Find the activation that a model ends in: "softmax", "sigmoid" or ""."""
     keras, layer = _keras(), _last_layer(model)
     if isinstance(layer, keras.layers.Softmax):

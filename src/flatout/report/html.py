@@ -7,7 +7,6 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from PIL import Image
 
 from flatout.utils.console import duration
 from flatout.utils.files import write_atomically
+from flatout.utils.run_files import JsonObject
 from flatout.utils.style import shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
@@ -30,7 +30,7 @@ document.querySelector("input[type=search]").addEventListener("input", event => 
 """
 
 
-def page(template: str, content: Mapping[str, Any]) -> str:
+def page(template: str, content: JsonObject) -> str:
     """Return a template of this folder, such as `page.html.j2`, filled in."""
     import jinja2
 
@@ -52,7 +52,7 @@ def framed(html: str) -> str:
     return f'<div><iframe srcdoc="{escape(html)}" style="width:100%;height:50em;border:0"></iframe></div>'
 
 
-def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:
+def write_page(path: Path, template: str, content: JsonObject) -> None:
     """Write a page. Raises InputError if it cannot be written."""
     write_atomically(path, page(template, content).encode())
 

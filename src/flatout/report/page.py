@@ -4,7 +4,6 @@ Missing or damaged files are reported in their place.
 """
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import REPORT, SUMMARY, Predictions, RunFiles, read_run
+from flatout.utils.run_files import REPORT, SUMMARY, JsonObject, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
@@ -36,7 +35,7 @@ def draw_all(run: Path) -> None:
     if files.metrics:
         pictures.draw_curves(run / "curves.png", files.metrics, files.summary)
     # What the page needs where there are no predictions.
-    answers: dict[str, Any] = {"split": "", "mistakes": [], "unanswered": 0}
+    answers: JsonObject = {"split": "", "mistakes": [], "unanswered": 0}
     if shown:
         picked = shown.sample[shown.grid]
         actual, predicted = shown.labels[picked], shown.predicted[picked]
@@ -46,10 +45,12 @@ def draw_all(run: Path) -> None:
     write_page(run / REPORT, "page.html.j2", _content(files, task, answers["unanswered"]) | answers)
 
 
-def _content(files: RunFiles, task: Task, unanswered: int) -> dict[str, Any]:
+def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
     summary = files.summary
     remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
     quantities = ["loss", task.metric_names[0]] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
+    # A head that was fitted to features, and no more, has no curve.
+    has_epochs = any(line.get("epoch") for line in files.metrics)
     return {
         "job": summary.get("job") or files.recipe.get("job") or files.run.name,
         "model": files.recipe.get("model") or "",
@@ -62,9 +63,9 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> dict[str, Any]:
         "folds": _folds(summary, task) if summary.get("folds") else [],
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
-        "checked": CHECKED[task.name],
+        "checked": CHECKED[task.name if has_epochs else "head"],
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
-        "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if files.metrics else {},
+        "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if has_epochs else {},
         "stages": stages(summary, files.recipe),
         "time": _time(summary),
         "recipe": re.split(r"\n\n(?=\[)", files.recipe_text.strip()),
@@ -75,7 +76,7 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> dict[str, Any]:
     }
 
 
-def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) -> dict[str, Any]:
+def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) -> JsonObject:
     summary, rows = files.summary, _class_rows(shown, names, task)
     pairs: list[tuple[Any, ...]] = []
     if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
@@ -129,17 +130,17 @@ def _headline(files: RunFiles, task: Task) -> tuple[str, str, str] | None:
     return None
 
 
-def _spread(summary: Mapping[str, Any], key: str) -> str:
+def _spread(summary: JsonObject, key: str) -> str:
     mean, std = (finite((summary.get(part) or {}).get(key)) for part in ("mean", "std"))
     return "—" if mean is None or std is None else f"{number(mean)} ± {plain(float(f'{std:.2g}'))}"
 
 
-def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[str]]]:
+def _folds(summary: JsonObject, task: Task) -> list[tuple[str, str, list[str]]]:
     """Return rows of a name, the linked report, and cells; the first row has the column names."""
     wanted = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names)]
     keys = [key for key in wanted if key in (summary.get("mean") or {})]
 
-    def cells(figures: Mapping[str, Any]) -> list[str]:
+    def cells(figures: JsonObject) -> list[str]:
         return ["—" if (value := finite(figures.get(key))) is None else number(value) for key in keys]
 
     titles = [key.replace("valid_", "held-out ").replace("_", " ") for key in keys]
@@ -151,7 +152,7 @@ def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[
     return [*rows, ("together", "", [*cells(summary), "", ""])]
 
 
-def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(summary: JsonObject) -> list[tuple[str, str]]:
     epochs, trained = summary.get("epochs"), summary.get("epochs_trained")
     facts = [
         ("images per second", "images_per_second", "{:,.0f}".format),
@@ -160,6 +161,10 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("epoch" if epochs == 1 else "epochs", "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
+    seconds = summary.get("time_seconds") or {}
+    if epochs == 0 and "head" in seconds:
+        summary = {**summary, "epochs": None, "train_seconds": None, "fitted": seconds["features"] + seconds["head"]}
+        facts.insert(0, ("features and head", "fitted", duration))
     known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
     if trained not in (None, epochs) and "epochs" in known:
         known["epochs"] = f"{trained:,} of {known['epochs']}"
@@ -168,7 +173,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return list(known.items())
 
 
-def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:
+def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[JsonObject]:
     tiles, right = [], task.is_right(shown.predicted, shown.labels)
     for position in positions.tolist():
         index = int(shown.sample[position])
@@ -194,7 +199,7 @@ def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[
     return sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))
 
 
-def trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+def trust(summary: JsonObject, split: str) -> list[tuple[str, str]]:
     """Return intervals, further metrics and calibration of a split, each with its name."""
     found = summary.get("trust") or {}
     rows: list[tuple[str, str]] = []
@@ -214,7 +219,7 @@ def trust(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
     return rows
 
 
-def prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def prediction_sets(summary: JsonObject) -> list[tuple[Any, ...]]:
     """Return a row of `SET_COLUMNS` for each coverage."""
     return [
         (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], Decimal(f"{row['mean_size']:.2f}"))
@@ -222,7 +227,7 @@ def prediction_sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _explained(shown: Predictions, mistakes: list[JsonObject]) -> list[JsonObject]:
     if shown.heatmaps is None:
         return []
     images = centre(shown.images[shown.mistakes[: len(shown.heatmaps)]], *shown.heatmaps.shape[1:])
@@ -230,7 +235,7 @@ def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[
     return [tile | {"image": thumbnail(pictures.overlaid(image, heat / 255))} for tile, image, heat in pairs]
 
 
-def _time(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+def _time(summary: JsonObject) -> list[tuple[str, float, float]]:
     """Return key, seconds and share of each part."""
     parts = {name: finite(value) or 0.0 for name, value in (summary.get("time_seconds") or {}).items()}
     rest = (finite(summary.get("wall_seconds")) or 0.0) - sum(parts.values())
@@ -240,7 +245,7 @@ def _time(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return [(key, seconds, seconds / total) for key, seconds in parts.items() if seconds >= MIN_SECONDS]
 
 
-def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _environment(summary: JsonObject) -> list[tuple[str, str]]:
     machine = summary.get("machine") or {}
     rows: list[tuple[str, Any]] = [
         ("processor", machine.get("cpu")),

@@ -6,7 +6,7 @@ Shape letters: M images, H height, W width, C channels, K classes.
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ import numpy as np
 from flatout.report.html import SMOOTH_FROM_PIXELS
 from flatout.tasks import Task, confusion, task_named
 from flatout.utils import style
-from flatout.utils.run_files import Predictions
+from flatout.utils.run_files import JsonObject, Predictions
 from flatout.utils.style import finite, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[JsonObject]
 
 SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
@@ -75,7 +75,7 @@ def draw_predictions(
     style.write_png(figure, path)
 
 
-def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
+def draw_curves(path: Path, metrics: Lines, summary: JsonObject) -> None:
     """Write loss and the task's metric per epoch as a PNG, and the learning rate below them if it changes."""
     metric = task_named(summary.get("task")).metric_names[0]
     panels: Any = [["loss", metric]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
@@ -85,7 +85,7 @@ def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
     style.write_png(figure, path)
 
 
-def curve_svg(metrics: Lines, summary: Mapping[str, Any], quantity: str) -> str:
+def curve_svg(metrics: Lines, summary: JsonObject, quantity: str) -> str:
     """Return one panel of `draw_curves` as an SVG element whose colours are CSS variables, for light and dark pages."""
     figure = style.new_figure(4.7, 2.0 if quantity == "learning_rate" else 3.1, dpi=72)
     draw_panel(figure.add_subplot(), metrics, summary, quantity)
@@ -129,7 +129,7 @@ def learning_rate_changes(metrics: Lines) -> bool:
     return len({rate for line in metrics if (rate := finite(line.get("learning_rate"))) is not None}) > 1
 
 
-def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
+def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str) -> None:
     """Draw "loss", "accuracy", another metric of a task, or "learning_rate" against the epoch."""
     from matplotlib.ticker import MaxNLocator
 
@@ -171,7 +171,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
     style.add_legend(axes, handlelength=1.8)
 
 
-def _loss_by_step(metrics: Lines, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
+def _loss_by_step(metrics: Lines, summary: JsonObject) -> list[tuple[float, float]]:
     """Return (epoch, training loss) by steps in a run of few epochs; empty in a long one, or if none were recorded."""
     if not metrics or len(metrics) > LOSS_BY_STEP_UP_TO_EPOCHS or not metrics[-1].get("step"):
         return []
@@ -194,7 +194,7 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _mark_kept(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
+def _mark_kept(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str) -> None:
     kept: Any = summary.get("kept_epoch") or summary.get("best_epoch")
     scores = {line["epoch"]: finite(line.get(f"valid_{quantity}")) for line in metrics}
     if kept in scores and len(metrics) > 1:
@@ -267,7 +267,7 @@ def _label_classes(axes: "Axes", classes: Sequence[str]) -> None:
     axes.spines[:].set_color(style.FAINT)
 
 
-def draw_class_scores(path: Path, every: Sequence[Mapping[str, Any]]) -> None:
+def draw_class_scores(path: Path, every: Sequence[JsonObject]) -> None:
     """Write precision, recall and F1 as bars, lowest F1 first; `every` is from `Task.per_class`, of which the worst."""
     rows = sorted(every, key=lambda row: row["f1"])[:CLASSES_DRAWN]
     figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
@@ -309,7 +309,7 @@ def draw_numbers(path: Path, answers: np.ndarray, labels: np.ndarray, title: str
 # --- trust ------------------------------------------------------------------------------------------------------------
 
 
-def trust_charts(found: Mapping[str, Any], shown: Predictions, task: Task, names: Sequence[str]) -> dict[str, str]:
+def trust_charts(found: JsonObject, shown: Predictions, task: Task, names: Sequence[str]) -> dict[str, str]:
     """Return SVG elements by their names: the reliability diagram of `trust`, and ROC and precision-recall curves."""
     drawn = {}
     if "reliability_after" in found:
@@ -323,7 +323,7 @@ def trust_charts(found: Mapping[str, Any], shown: Predictions, task: Task, names
     return drawn
 
 
-def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
+def _draw_reliability(axes: "Axes", found: JsonObject) -> None:
     style.style_panel(axes, "Reliability: accuracy by probability", "probability of the answer")
     axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2, label="perfect")
     for name, colour in (("before", style.MUTED), ("after", style.RIGHT)):

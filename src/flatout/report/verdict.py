@@ -4,13 +4,13 @@ The verdict's findings are plain sentences, each with advice; each rule yields a
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from flatout.config import Recipe
 from flatout.engine.schedule import scaled_rate
 from flatout.tasks import task_of
 from flatout.utils.console import counted, duration
+from flatout.utils.run_files import JsonObject
 from flatout.utils.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
@@ -48,10 +48,11 @@ CHECKED = {
     "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
     "multi-label": "divergence, a rising loss, class balance, waiting for images",
     "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
+    "head": "overfitting, results no better than guessing, class balance",  # fitted to features, no epochs
 }
 
 
-def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
+def verdict(summary: JsonObject, metrics: Sequence[JsonObject], recipe: Recipe) -> list[str]:
     """Return the findings on a run, a sentence or two each, the most serious first; empty if there are none.
 
     `summary` is the content of `summary.json`, `metrics` the lines of `metrics.jsonl`; figures may be missing or NaN.
@@ -67,7 +68,7 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
 class _Run:
     """The figures of a run: accuracies of the chosen weights, and the training accuracy of the last epoch."""
 
-    def __init__(self, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    def __init__(self, summary: JsonObject, metrics: Sequence[JsonObject], recipe: Recipe) -> None:
         self.summary, self.metrics, self.recipe = summary, metrics, recipe
         self.classes = summary.get("classes") or ()
         self.last = metrics[-1] if metrics else {}
@@ -244,7 +245,7 @@ def _input_wait(run: _Run) -> Iterator[str]:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def stages(summary: JsonObject, recipe: JsonObject) -> list[tuple[str, str, str]]:
     """Return name, layers and time of each stage in words, for the nested plain values of a recipe.
 
     Nothing is returned for a run in which all layers train from random weights.
@@ -274,7 +275,7 @@ def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[
     return [*rows, ("evaluation", used, spent("evaluate"))]
 
 
-def _fine_tuning(summary: Mapping[str, Any], *, has_head: bool) -> str:
+def _fine_tuning(summary: JsonObject, *, has_head: bool) -> str:
     epochs, count = summary.get("epochs_trained"), finite(summary.get("trained_parameters"))
     if not epochs:
         return "left out: the layers before the head stay as they were" if has_head else "left out"

@@ -116,7 +116,7 @@ class DatasetStats:
         """Remaining seconds of the time budget, or None."""
         return None if self.ends is None else self.ends - time.perf_counter()
 
-    def of_size(self, image_size: Any) -> "DatasetStats":
+    def of_size(self, image_size: object) -> "DatasetStats":
         """Return the statistics with the image size that the user or the weights determine."""
         return replace(self, size=with_settings({"image_size": image_size}).image_size, is_size_given=True)
 

@@ -20,7 +20,7 @@ from flatout.distributed.environment import launched
 from flatout.tasks import TASKS
 from flatout.utils.errors import CallbackFailed, InputError
 from flatout.utils.files import write_atomically
-from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, read_summary
+from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, JsonObject, read_summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,14 +61,14 @@ class Callback:
     def on_start(self, run: RunInfo) -> None:
         """Called before the first step, also when a run continues."""
 
-    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> bool | None:
+    def on_epoch_end(self, epoch: int, metrics: JsonObject) -> bool | None:
         """Called after each epoch, counted from 1; return True to end training here.
 
         `metrics` is a line of `metrics.jsonl`: `train_loss`, `train_accuracy`, `valid_loss`, `valid_accuracy`,
         `learning_rate`, `step`, `images`, `seconds`, `images_per_second`.
         """
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: JsonObject) -> None:
         """Called when the run folder is complete, with the content of `summary.json`; `stopped` has the reason if the
         run was interrupted, failed or ended early.
         """
@@ -92,7 +92,7 @@ class CallbackRunner:
         )
         self._call("on_start", info)
 
-    def epoch(self, line: dict[str, Any]) -> str:
+    def epoch(self, line: JsonObject) -> str:
         """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
         return self._call("on_epoch_end", line["epoch"], {key: line[key] for key in line if key != "epoch"})
 
@@ -168,7 +168,7 @@ class _Tracker(Callback):
                 f"{type(self).__name__} needs the package {self.package}: pip install 'flatout[{self.package}]'"
             )
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         run = self._run
         keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
         return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
@@ -209,12 +209,12 @@ class TensorBoard(_Tracker):
         lines = [f"    {key} = {value}" for key, value in self._settings().items()]
         self._writer.add_text("recipe", "\n".join(lines), run.epoch)
 
-    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, metrics: JsonObject) -> None:
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, epoch)
         self._writer.flush()
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: JsonObject) -> None:
         from PIL import Image
 
         epoch = summary.get("epochs_trained", 0)
@@ -240,7 +240,7 @@ class WandB(_Tracker):
     package = "wandb"
     _opened: Any = None
 
-    def __init__(self, project: str | None = None, name: str | None = None, **options: Any) -> None:
+    def __init__(self, project: str | None = None, name: str | None = None, **options: object) -> None:
         super().__init__()
         self.project = project or os.environ.get("WANDB_PROJECT") or "flatout"
         self.name, self.options = name, options
@@ -256,12 +256,12 @@ class WandB(_Tracker):
         self._opened = wandb.init(**options | self.options)
         write_atomically(ids, (json.dumps({self.package: self._opened.id}) + "\n").encode())
 
-    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, metrics: JsonObject) -> None:
         # The library counts steps itself.
         figures = {key: value for key, value in _numbers(metrics).items() if key != "step"}
         self._opened.log({"epoch": epoch, **figures}, step=epoch)
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: JsonObject) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._opened.log({name: wandb.Image(str(path)) for name, path in self._pictures().items()})

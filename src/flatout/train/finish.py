@@ -31,6 +31,7 @@ from flatout.train.request import Ended, TrainContext
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
+from flatout.utils.run_files import JsonObject
 
 
 def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
@@ -127,7 +128,7 @@ def _write(
     files = file_names(recipe, context.pack)
     if files:
         write_splits(context.run_dir, context.splits, files, task, classes)
-    scores: dict[str, Any] = {}
+    scores: JsonObject = {}
     if shown in evaluations:
         kept, more = evaluations[shown], {}
         if is_fold and "test" in evaluations:
@@ -148,7 +149,7 @@ def _write(
             more=more,
         )
         scores = scores_of(shown, kept, classes, found)
-    summary: dict[str, Any] = _summary(context, progress, evaluations, ended) | memory | scores
+    summary: JsonObject = _summary(context, progress, evaluations, ended) | memory | scores
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
@@ -192,7 +193,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, fou
     save_tensors(context.run_dir / run_files.WEIGHTS, tensors, metadata)
 
 
-def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> dict[str, Any]:
+def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> JsonObject:
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
     head, task, trained_parameters = _head_kept(context, progress), engine.task, context.trained_parameters
@@ -200,10 +201,10 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
     if head and not progress.history:
         # The run has trained the head's parameters only.
         trained_parameters = head.fitted.weight.size + head.fitted.bias.size * head.head.has_bias
-    figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
+    figures: JsonObject = {"train_loss": record.train_loss if record else None}
     figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
-        found: dict[str, Any] = dict.fromkeys(("loss", *task.metric_names, "count"))
+        found: JsonObject = dict.fromkeys(("loss", *task.metric_names, "count"))
         if name in results:
             found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
         figures |= {f"{name}_{key}": value for key, value in found.items()}
@@ -243,7 +244,7 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
     }
 
 
-def about_run(recipe: Recipe, engine: str, pack: Pack) -> dict[str, Any]:
+def about_run(recipe: Recipe, engine: str, pack: Pack) -> JsonObject:
     """Return the fields of `summary.json` that do not depend on the training."""
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
     return {
@@ -260,7 +261,7 @@ def about_run(recipe: Recipe, engine: str, pack: Pack) -> dict[str, Any]:
     }
 
 
-def _print_results(context: TrainContext, summary: dict[str, Any]) -> None:
+def _print_results(context: TrainContext, summary: JsonObject) -> None:
     say = context.log.console.note
     for name in ("test", "valid"):
         if summary[f"{name}_count"]:

@@ -166,7 +166,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
+def join_data(data: object, labels: object, validation_data: object) -> Any:
     """Return the data of `fit(model, images, labels, validation_data=...)` as one value."""
     parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
     if any(hasattr(part, "collate_fn") for part in (*parts, validation_data)):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, TrainingFailed
 from flatout.utils.files import write_atomically
+from flatout.utils.run_files import JsonObject
 
 # Fields of a fold's summary that the cross-validation's summary also has.
 _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
@@ -144,7 +144,7 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path}: cannot be read: {error}; remove {folder} and continue with --resume") from None
 
 
-def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[JsonObject]) -> JsonObject:
     recipe, options = request.recipe, request.options
     names = ("loss", *task_of(recipe).metric_names, "count")
     metrics = [key for split in ("valid", "test") for key in (f"{split}_{name}" for name in names)]

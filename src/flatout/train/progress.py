@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from flatout.engine.base import NO_COUNTS, Counts
+from flatout.utils.run_files import JsonObject
 from flatout.utils.style import number
 
 T = TypeVar("T")
@@ -43,12 +44,12 @@ class EpochRecord:
         parts.append(f"{self.images_per_second:,.0f} images/s")
         return "  ".join([*parts, "best so far"] if is_best else parts)
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> JsonObject:
         """Return the line as plain values."""
         return {**{name: value for name, value in vars(self).items() if name != "metrics"}, **self.metrics}
 
     @classmethod
-    def from_plain(cls, line: dict[str, Any]) -> "EpochRecord":
+    def from_plain(cls, line: JsonObject) -> "EpochRecord":
         """Return the record that `to_plain` wrote."""
         own = {f.name for f in dataclasses.fields(cls)}
         return cls(**{key: line[key] for key in line.keys() & own}, metrics={k: line[k] for k in line if k not in own})
@@ -134,7 +135,7 @@ class Clock:
             yield item
 
 
-def to_plain(progress: Progress) -> dict[str, Any]:
+def to_plain(progress: Progress) -> JsonObject:
     """Return the progress without tensors as plain values, for a checkpoint."""
     return {
         **{name: value for name, value in vars(progress).items() if name != "best"},

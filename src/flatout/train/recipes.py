@@ -21,7 +21,7 @@ from flatout.utils.errors import InputError
 
 def resolve(
     job: str | Path | Recipe | None,
-    data: Any,
+    data: object,
     changes: Mapping[str, Any],
     *,
     accelerated: bool,

@@ -53,6 +53,7 @@ from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
 from flatout.utils.host import available_memory
+from flatout.utils.run_files import JsonObject
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ T = TypeVar("T")
 
 def train_job(
     job: str | Path | Recipe | None,
-    data: Any,
+    data: object,
     changes: Mapping[str, Any],
     options: Options,
     console: Console,
@@ -349,9 +350,7 @@ def run_epochs(
     return monitor.context, Ended(reason=reason, failure=failure)
 
 
-def _train_and_return_callbacks(
-    console: Console, world: World, request: TrainRequest
-) -> tuple[Path, list[dict[str, Any]]]:
+def _train_and_return_callbacks(console: Console, world: World, request: TrainRequest) -> tuple[Path, list[JsonObject]]:
     """Return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
     if launched() is None or not world.is_main:

@@ -22,6 +22,7 @@ from flatout.utils import run_files
 from flatout.utils.errors import InputError, Stopped
 from flatout.utils.files import lock, sweep_temporary_files, write_atomically
 from flatout.utils.host import process_place
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World
@@ -202,7 +203,7 @@ class Checkpoint:
     best: dict[str, Any]  # of `progress.best`, if any
     progress: Progress
     recipe: Recipe
-    data: dict[str, Any]  # see `data_facts`
+    data: JsonObject  # see `data_facts`
 
     def save(self, folder: Path) -> None:
         """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
@@ -221,7 +222,7 @@ class Checkpoint:
             if other not in (path, *older[:1]):
                 other.unlink()
 
-    def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
+    def check_resumable(self, recipe: Recipe, data: JsonObject, report: Callable[[str], None]) -> None:
         """Refuse to continue with other classes or keys; `report` gets a message if the data has changed."""
         check_same(self.recipe, recipe)
         if recipe.epochs < self.progress.epoch:
@@ -246,7 +247,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
             )
 
 
-def data_facts(pack: Pack) -> dict[str, Any]:
+def data_facts(pack: Pack) -> JsonObject:
     """Return what identifies the data."""
     splits = {name: stop - start for name, (start, stop) in pack.splits.items()}
     return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}

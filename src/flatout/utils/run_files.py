@@ -30,6 +30,8 @@ FOLD = "fold-{}"
 # The comparison of the runs in a folder of `flatout scale`.
 SCALING = "scaling.json"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
+# An object of summary.json, a line of metrics.jsonl, or what --json prints.
+JsonObject = dict[str, Any]
 # Types of the values that reports read from the recipe and the summary; each may be missing or null.
 _TYPES: dict[type | tuple[type, ...], str] = {
     str: "job task model date stopped engine precision pack pack_fingerprint",
@@ -71,9 +73,9 @@ class RunFiles:
 
     run: Path
     recipe_text: str
-    recipe: dict[str, Any]
-    summary: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    recipe: JsonObject
+    summary: JsonObject
+    metrics: list[JsonObject]
     predictions: Predictions | None
     missing: dict[str, str]
 
@@ -100,7 +102,7 @@ def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
     )
 
 
-def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
+def read_recipe(run: Path) -> tuple[str, JsonObject]:
     """Return the text and the content of recipe.toml; empty if it cannot be read."""
     text, recipe = "", {}
     with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
@@ -127,7 +129,7 @@ def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
     return ""
 
 
-def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
+def read_summary(run: Path, missing: dict[str, str]) -> JsonObject:
     """Return the content of summary.json; if unreadable, empty, and the reason is added to `missing`."""
     summary = json_object(_read_text(run / SUMMARY, missing, "the run did not finish"))
     if summary is None:
@@ -135,7 +137,7 @@ def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
     return summary or {}
 
 
-def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
+def read_metrics(run: Path, missing: dict[str, str]) -> list[JsonObject]:
     """Return the lines of metrics.jsonl; reasons for absent or damaged ones are added to `missing`."""
     metrics = []
     for number, text in enumerate(_read_text(run / METRICS, missing, "no epoch was finished").splitlines(), start=1):
@@ -149,7 +151,7 @@ def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
     return metrics
 
 
-def read_predictions(run: Path, summary: dict[str, Any], missing: dict[str, str]) -> Predictions | None:
+def read_predictions(run: Path, summary: JsonObject, missing: dict[str, str]) -> Predictions | None:
     """Return the predictions on test or validation images; without any, None, and the reason is added to `missing`."""
     path, K = run / PREDICTIONS, len(summary.get("classes") or ()) or 1
     try:
@@ -185,7 +187,7 @@ def visible(images: np.ndarray) -> np.ndarray:
     return np.minimum(images * (255 / max(1, images.max(initial=0))), 255).astype(np.uint8)
 
 
-def json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> JsonObject | None:
     """Return the object that a JSON text describes; None for other texts."""
     with contextlib.suppress(ValueError):
         if isinstance(content := json.loads(text), dict):
@@ -198,12 +200,12 @@ def write_json(path: Path, content: object) -> None:
     write_atomically(path, (json.dumps(plain(content), indent=2) + "\n").encode())
 
 
-def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def write_metrics(path: Path, records: Iterable[JsonObject]) -> None:
     """Write one JSON object per line, atomically."""
     write_atomically(path, "".join(json.dumps(plain(record)) + "\n" for record in records).encode())
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Replace NaN and infinity by null in a JSON value."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}

@@ -74,7 +74,7 @@ def style_panel(axes: "Axes", title: str, x_label: str = "") -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def add_legend(axes: "Axes", **options: Any) -> None:
+def add_legend(axes: "Axes", **options: object) -> None:
     """Add a legend if anything has a label."""
     if axes.get_legend_handles_labels()[0]:
         style = {"framealpha": 0.85, "edgecolor": "none", "fontsize": 8, "labelcolor": INK, "borderaxespad": 0.2}

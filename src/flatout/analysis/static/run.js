@@ -95,6 +95,7 @@ export function runView(main, id, tab = "curves") {
   }
 
   function progress(run) {
+    if (run.epochs === 0) return h("p", { class: "quiet" }, "Computing the features of the images and fitting the head.");
     const live = curves.live.at(-1);
     const done = Math.max(live ? live.epoch : 0, run.epochs_trained || 0), all = run.epochs || 1;
     const first = curves.live[0];
@@ -114,6 +115,7 @@ export function runView(main, id, tab = "curves") {
     }
     panel.setAttribute("aria-labelledby", `tab-${name}`);
     if (name === "curves" && state.runs.get(id).folds) panel.replaceChildren(folds());
+    else if (name === "curves" && state.runs.get(id).epochs === 0) panel.replaceChildren(h("p", { class: "quiet" }, "The head is fitted to the features of the images, without epochs: there are no curves."), verdict());
     else if (name === "curves") { panel.replaceChildren(curves.element, verdict()); curves.draw(); }
     if (name === "recipe") recipe();
     if (name === "log") { panel.replaceChildren(h("p", { class: "quiet" }, "The last lines of logs/rank-0.log, as they are written."), log.box); drawLog(); }

@@ -312,7 +312,7 @@ def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
     return images[: len(labels)], labels
 
 
-def _pair(item: Any, where: str) -> tuple[Any, Any]:
+def _pair(item: object, where: str) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         image, label = (next((key for key in keys if key in item), None) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
         if image is not None and label is not None:
@@ -359,7 +359,7 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
     return to_uint8(pixels.clip(0, 1), UNIT, where)
 
 
-def _names_of(dataset: Any) -> tuple[str, ...] | None:
+def _names_of(dataset: object) -> tuple[str, ...] | None:
     """Find the class names of a data set, also inside wrappers such as `Subset`."""
     while dataset is not None:
         features = getattr(dataset, "features", None)  # of Hugging Face

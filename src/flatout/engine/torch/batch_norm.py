@@ -103,7 +103,7 @@ class ReplacedFunctions(TorchFunctionMode):
         self._functions = functions
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function or its replacement; inside a replacement, torch's own are called."""
         return self._functions.get(func, func)(*args, **(kwargs or {}))

@@ -100,7 +100,7 @@ def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
     return values.reshape(1, -1, *[1] * (ndim - 2))
 
 
-def max_pool(call: Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
+def max_pool(call: Call, x: jax.Array, *window: object) -> tuple[jax.Array, None]:
     """Return the maxima of 2 x 2 windows; as in torch, the first of equal values gets the gradient.
 
     XLA searches the windows again for the gradient; on CPUs, four slices are several times faster.
@@ -301,7 +301,7 @@ def _where(node: torch.fx.Node) -> str:
     return f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
 
 
-def _packet(target: Any) -> Any:
+def _packet(target: object) -> Any:
     return getattr(target, "overloadpacket", target)
 
 

@@ -161,7 +161,7 @@ class UpdateRule:
         keys = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
         self._keys = keys.get(self._name, ("momentum_buffer",) if self._momentum else ())
 
-    def init(self, parameters: Any) -> OptimizerState:
+    def init(self, parameters: object) -> OptimizerState:
         """Return the state before the first step for parameters on the host."""
         zeros = {key: jax.tree.map(np.zeros_like, parameters) for key in self._keys}
         return OptimizerState(np.zeros((), np.int32), zeros)

@@ -48,7 +48,7 @@ class MeshSharding:
         """Copy this process's samples of a batch, or of several, to its devices, asynchronously."""
         return _put(inputs, self.of_inputs(inputs), jax.make_array_from_process_local_data)
 
-    def put_state(self, arrays: Any, shardings: Any) -> Any:
+    def put_state(self, arrays: object, shardings: object) -> Any:
         """Copy arrays that every process has completely to the devices."""
         return _put(
             arrays,
@@ -92,7 +92,7 @@ class MeshSharding:
         return NamedSharding(self._mesh, PartitionSpec(*[None] * -max(even)[1], AXIS))
 
 
-def _put(arrays: Any, shardings: Any, make: Callable[[NamedSharding, np.ndarray], jax.Array]) -> Any:
+def _put(arrays: object, shardings: object, make: Callable[[NamedSharding, np.ndarray], jax.Array]) -> Any:
     """Copy arrays to their devices; with several processes by a function, since each knows only its own devices."""
     if jax.process_count() == 1:
         return jax.device_put(arrays, shardings)

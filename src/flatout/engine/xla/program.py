@@ -126,7 +126,7 @@ class Program:
         kind: Any = KerasFunction if isinstance(network, KerasModule) else Function
         return kind(network, (example(*shape),), name=self._recipe.model, precision=self._precision)
 
-    def _input(self, images: Array, transforms: Any, table: jax.Array | None, *, is_training: bool) -> jax.Array:
+    def _input(self, images: Array, transforms: object, table: jax.Array | None, *, is_training: bool) -> jax.Array:
         if table is not None:
             images = jnp.take(table, images, axis=0, mode="clip")
         return jnp.moveaxis(images, -1, 1) if self._cut else self._augment(images, transforms, is_training=is_training)
