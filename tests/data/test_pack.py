@@ -307,7 +307,8 @@ print(peaks[1] - peaks[0])
 def test_memory_does_not_grow_with_the_number_of_images(tmp_path, source):
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert int(run.stdout) < 4 * 200 * 256 * 256 * 3 / 10
+    # What each thread keeps of its memory varies by up to 16 MB on busy cores; the images take 157 MB.
+    assert int(run.stdout) < 4 * 200 * 256 * 256 * 3 / 4
 
 
 # The limit of the cache
