@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -239,7 +239,7 @@ def write_corrected(source: ImageDataset, changes: Mapping[int, str], path: Path
     _write_csv(path, ["file", "label", "split", "given"], rows)
 
 
-def _write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[Any]]) -> None:
+def _write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) -> None:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)

@@ -302,7 +302,7 @@ class Look:
         return framed(page("look.html.j2", self.content()))
 
 
-def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
+def look_at(job: Any, data: Any, changes: Mapping[str, object], console: Console) -> Look:
     """Look at what `resolve` finds for a job, data and changes; only the data is downloaded."""
     reasons: list[str] = []
     accelerated = parse_devices("auto", "torch").is_accelerated

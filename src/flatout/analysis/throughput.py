@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count, cycle, islice
 from pathlib import Path
-from typing import Any
 
 from flatout import __version__
 from flatout.analysis import check_free, make_folder
@@ -82,20 +81,20 @@ class Timed:
         self._engine.counts()
 
 
-def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[Any]]:
+def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[object]]:
     """Begin one epoch after the other, and yield the inputs of its training steps."""
     for epoch in count():
         split.begin_epoch(epoch)
         yield split.feed(epoch_batches(recipe, split.samples, epoch))
 
 
-def _preparing(epochs: Iterable[Iterable[Any]], world: World) -> Steps:
+def _preparing(epochs: Iterable[Iterable[object]], world: World) -> Steps:
     for _ in chain.from_iterable(epochs):
         world.watch.keep_alive()
         yield
 
 
-def _training(epochs: Iterable[Iterable[Any]], split: DeviceDataset, engine: Engine, world: World) -> Steps:
+def _training(epochs: Iterable[Iterable[object]], split: DeviceDataset, engine: Engine, world: World) -> Steps:
     """Train epoch by epoch as the training loop does, at a learning rate of 0, so that the weights stay."""
     for epoch in epochs:
         for number, inputs in enumerate(epoch):
@@ -228,7 +227,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def scale(
-    job: str, data: str | None, changes: Mapping[str, Any], *, devices: str, out: Path | None, console: Console
+    job: str, data: str | None, changes: Mapping[str, object], *, devices: str, out: Path | None, console: Console
 ) -> JsonObject:
     """Train the job on each SPEC of `devices`; write scaling.json and scaling.png; return the former's content."""
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}

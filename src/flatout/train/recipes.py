@@ -22,7 +22,7 @@ from flatout.utils.errors import InputError
 def resolve(
     job: str | Path | Recipe | None,
     data: object,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     *,
     accelerated: bool,
     console: Console,
@@ -71,7 +71,7 @@ def resolve(
     return recipe.override(changes), found
 
 
-def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tuple[Recipe, bool]:
+def start_of(job: str | Path | Recipe | None, changes: Mapping[str, object]) -> tuple[Recipe, bool]:
     """Return a job's recipe with changes, and True; without a job, a recipe of the changes alone, and False.
 
     Nothing is downloaded or measured, and torch is not imported.
@@ -87,7 +87,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
     return with_settings(known), False
 
 
-def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_full_name(changes: Mapping[str, object]) -> Mapping[str, object]:
     """Prefix the model name with `timm:` if only timm has it."""
     name = changes.get("model")
     if not isinstance(name, str) or name in list_names():

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import cloudpickle
 from torch import nn
@@ -64,7 +64,7 @@ T = TypeVar("T")
 def train_job(
     job: str | Path | Recipe | None,
     data: object,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     options: Options,
     console: Console,
     *,

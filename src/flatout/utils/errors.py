@@ -18,7 +18,7 @@ class InputError(ValueError):
 
     exit_code = WRONG_INPUT
 
-    def __init__(self, message: str = "", details: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, message: str = "", details: Mapping[str, object] | None = None) -> None:
         super().__init__(message)
         self.details = dict(details or {})
 
