@@ -80,6 +80,23 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
     assert_same(whole, run)
 
 
+def test_a_run_that_is_killed_while_it_packs_keeps_its_devices(
+    data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    run, speeds[2] = tmp_path / "run", 0.1
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("flatout.train.run.load_pack", killed)
+        main(command(data, run, *AUTO, "--epochs", "1", "--devices", "cpu"))
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert summary(run)["world_size"] == 1
+
+
 def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
     run = tmp_path / "run"
     speeds[2] = 10.0

@@ -137,10 +137,8 @@ def run_on_all_ranks(
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
         request, chosen = _choose_processes(request, pack, console)
-        if begins and request.run_dir and not (devices := request.run_dir / run_files.DEVICES).is_file():
-            # A run that is killed before its first epoch is resumed on the same number of processes.
-            devices.parent.mkdir(exist_ok=True)
-            write_atomically(devices, request.options.devices.encode())
+        if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
+            _write_devices(request.run_dir, request.options.devices)
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         return call(
             (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
@@ -149,6 +147,12 @@ def run_on_all_ranks(
             restarts=options.restarts,
             threads=chosen.threads,
         )
+
+
+def _write_devices(run_dir: Path, devices: str) -> None:
+    """Write the devices of a run, on which it is resumed, even if it is killed before its first epoch."""
+    (run_dir / run_files.LOGS).mkdir(exist_ok=True)
+    write_atomically(run_dir / run_files.DEVICES, devices.encode())
 
 
 def _check_batch(batch: int, ranks: int) -> None:
@@ -189,6 +193,8 @@ def prepare_host(
             request = replace(request, run_dir=run_dir)
             if begins and not (run_dir / run_files.RECIPE).is_file():
                 folders.write_recipe(run_dir, request.recipe)
+                if request.options.devices != "auto":
+                    _write_devices(run_dir, request.options.devices)
         prepared_at = time.time()
         pack = load_pack(request, alone, log)
         recipe = with_task(request.recipe, pack.task)
@@ -303,7 +309,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
     if world.local_rank == 0:
         given = context.options.devices
         devices = context.devices if given == "auto" else given
-        write_atomically(context.run_dir / run_files.DEVICES, devices.encode())
+        _write_devices(context.run_dir, devices)
 
 
 def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
