@@ -18,6 +18,7 @@ lines; architectures in it are not tried again, unless `--again` is given and th
 image size, parameters, result.
 """
 
+import copy
 import fnmatch
 import json
 import math
@@ -167,7 +168,13 @@ def fit_head(model: nn.Module, recipe: Recipe, samples: Split) -> str:
     difference = np.abs(found - expected.numpy()).max()
     # Random networks may give nearly equal features to all images, from which a fit takes small differences.
     largest = float((features.abs() @ weight.abs().T).max()) + 1
-    assert difference <= 1e-5 * largest, f"logits differ from those of the fit by {difference:.2g} of {largest:.2g}"
+    if difference > 1e-5 * largest:
+        # Some of them multiply a difference in the last bit by thousands: so much their features are uncertain.
+        precise = copy.deepcopy(network).double()
+        exact = torch.cat([precise(batch.double()) for batch in images.split(BATCH)])
+        rounding = float(((exact - features).abs() @ weight.abs().T.double()).max())
+        text = f"logits differ from those of the fit by {difference:.2g} of {largest:.2g}, rounding by {rounding:.2g}"
+        assert difference <= 2 * rounding, text  # both ways round
     for parameter, value in own:
         parameter.copy_(value)
     return ""
