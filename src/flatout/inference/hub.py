@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
 from flatout.config import load_recipe
-from flatout.models.hub import bars_on_terminals, without_xet
+from flatout.models.hub import hub_transfers
 from flatout.models.weights import read_weights, save_tensors
 from flatout.tasks import describe_metrics
 from flatout.utils.console import Console, duration
@@ -61,7 +61,7 @@ def download_run(url: str) -> Path:
     repository, revision = parse_address(url)
     wanted = [pattern for name in _TO_READ for pattern in (name, f"{FOLD.format('*')}/{name}")]
     try:
-        with without_xet(), bars_on_terminals():
+        with hub_transfers():
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         raise InputError(f"{url}: {_reason(error)}") from error
@@ -121,7 +121,7 @@ def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = Fal
         write_atomically(folder / CARD, _card(run, folder, repository).encode())
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         try:
-            with without_xet(), bars_on_terminals():
+            with hub_transfers():
                 result = _publish(folder, files, url, repository, private=private, overwrite=overwrite, console=console)
         except InputError:
             raise

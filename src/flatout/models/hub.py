@@ -283,35 +283,25 @@ def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     # Asked once: hf_hub_download repeats an unanswered first request for minutes.
     file = get_hf_file_metadata(hf_hub_url(repository, _HUB_FILE), timeout=constants.HF_HUB_ETAG_TIMEOUT)
     report(f"downloading {repository}, {_HUB_FILE}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
-    with without_xet():
+    with hub_transfers():
         return Path(hf_hub_download(repository, _HUB_FILE))
 
 
 @contextlib.contextmanager
-def without_xet() -> Iterator[None]:
-    """Download by plain HTTP, which respects the timeouts: the Xet client has its own, of minutes."""
+def hub_transfers() -> Iterator[None]:
+    """Transfer by plain HTTP, which respects the timeouts (the Xet client has its own, of minutes); no bars in logs."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
+    if hides_bars := not (sys.stderr.isatty() or are_progress_bars_disabled()):
+        disable_progress_bars()
     try:
         yield
     finally:
         constants.HF_HUB_DISABLE_XET = before
-
-
-@contextlib.contextmanager
-def bars_on_terminals() -> Iterator[None]:
-    """Disable the progress bars of huggingface_hub in logs and pipes."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if sys.stderr.isatty() or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
+        if hides_bars:
+            enable_progress_bars()
 
 
 def _from_url(url: str, report: Callable[[str], None]) -> Path:
