@@ -143,7 +143,7 @@ def _row(name: str, path: Path, date: float) -> JsonObject:
         status = "running" if _is_alive(path, process) else "broken" if has_epochs else "incomplete"
         problems = [f"{error}."] if status != "running" else []
         words: JsonObject = {key: str(recipe.get(key) or "") for key in ("job", "model")}
-        epochs = {"epochs": recipe.get("epochs"), "epochs_trained": 0}
+        epochs = {"epochs": finite(recipe.get("epochs")), "epochs_trained": 0}
         return row | words | epochs | {"status": status, "problems": problems}
     summary, recipe, status = files.summary, files.recipe, _status(files, process)
     last = files.metrics[-1] if files.metrics else {}

@@ -125,7 +125,7 @@ class LabelErrors:
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
     """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
-    changes: JsonObject = {
+    changes: dict[str, object] = {
         "epochs": max(1, int(SHARE_OF_EPOCHS * recipe.epochs)),
         "data.folds": FOLDS if recipe.epochs > 1 else 2,
         "data.fold": 0,

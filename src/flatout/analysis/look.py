@@ -56,7 +56,9 @@ BINS = 24
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _decoded(source: ImageDataset, indices: Sequence[int], how: Callable[..., JsonObject]) -> list[np.ndarray | None]:
+def _decoded(
+    source: ImageDataset, indices: Sequence[int], how: Callable[..., dict[str, Any]]
+) -> list[np.ndarray | None]:
     """Return images, [H, W, C], as `how(height, width, channels, bits)` says; None for unreadable ones."""
 
     def decode(index: int) -> np.ndarray | None:
@@ -78,7 +80,7 @@ def _decoded(source: ImageDataset, indices: Sequence[int], how: Callable[..., Js
 def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
     """Return thumbnails uint8 [H, W, 1 or 3] with the images' aspect ratios; None for unreadable ones."""
 
-    def fitting(height: int, width: int, channels: int, bits: int) -> JsonObject:
+    def fitting(height: int, width: int, channels: int, bits: int) -> dict[str, Any]:
         scale = min(1.0, THUMBNAIL_PIXELS / max(height, width))
         size = max(1, round(height * scale)), max(1, round(width * scale))
         return {"size": size, "channels": channels, "bits": bits, "resize": "squash"}

@@ -280,7 +280,7 @@ def _files(path: Path) -> list[Path]:
 
 def _pixels(recipe: "Recipe", name: str, image: Any) -> tuple[str, np.ndarray] | Prediction:
     """Return name and stored pixels [H, W, C] of an image; if it cannot be read, a `Prediction` with the reason."""
-    shape: JsonObject = {"size": recipe.stored_sides, "channels": recipe.channels}
+    shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels}
     shape |= {"resize": recipe.data.resize, "bits": recipe.data.bits}
     try:
         if hasattr(image, "convert"):

@@ -162,8 +162,9 @@ def _facts(summary: JsonObject) -> list[tuple[str, str]]:
         ("parameters", "parameters", "{:,.0f}".format),
     ]
     seconds = summary.get("time_seconds") or {}
-    if epochs == 0 and "head" in seconds:
-        summary = {**summary, "epochs": None, "train_seconds": None, "fitted": seconds["features"] + seconds["head"]}
+    fitted = [value for name in ("features", "head") if (value := finite(seconds.get(name))) is not None]
+    if epochs == 0 and fitted:
+        summary = {**summary, "epochs": None, "train_seconds": None, "fitted": sum(fitted)}
         facts.insert(0, ("features and head", "fitted", duration))
     known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
     if trained not in (None, epochs) and "epochs" in known:

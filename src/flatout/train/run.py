@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 from torch import nn
@@ -53,7 +53,6 @@ from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.utils.files import write_atomically
 from flatout.utils.host import available_memory
-from flatout.utils.run_files import JsonObject
 
 T = TypeVar("T")
 
@@ -356,7 +355,9 @@ def run_epochs(
     return monitor.context, Ended(reason=reason, failure=failure)
 
 
-def _train_and_return_callbacks(console: Console, world: World, request: TrainRequest) -> tuple[Path, list[JsonObject]]:
+def _train_and_return_callbacks(
+    console: Console, world: World, request: TrainRequest
+) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder and, from child processes, the attributes of the callbacks."""
     folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
     if launched() is None or not world.is_main:
