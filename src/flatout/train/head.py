@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ from flatout.utils.host import physical_cores
 FITTED = ("train", "valid")
 # With a time budget, fine-tuning is skipped if the head reaches this accuracy.
 ENOUGH = 0.99
-# Penalties on the weights of standardised features, from strong to weak; the search stops when the loss rises.
-STRENGTHS = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+# Penalties on the weights of standardised features: the first one, and those tried next while the loss falls.
+FIRST_STRENGTH, WEAKER, STRONGER = 0.3, (0.1, 0.03, 0.01, 0.003, 0.001), (1.0, 3.0)
 FOLDS = 5
 # Cross-validation is limited to this many images, or numbers in their outputs and features, so that it takes seconds.
 MAX_IMAGES, MAX_PRODUCTS = 20_000, 4e9
@@ -188,6 +189,13 @@ class _Problem:
         return float((losses * weights).sum() / weights.sum())
 
 
+class _Tried(NamedTuple):
+    loss: float
+    strength: float
+    heads: list[torch.Tensor]  # by fold
+    answers: np.ndarray  # out-of-fold logits [n, K]
+
+
 def _cross_validate(
     problem: _Problem, groups: np.ndarray | None, seed: int
 ) -> tuple[float, list[torch.Tensor], np.ndarray, np.ndarray]:
@@ -199,29 +207,31 @@ def _cross_validate(
     units = len(chosen) if groups is None else len(np.unique(groups[chosen]))
     count = min(FOLDS, units)
     if count < 2:
-        return STRENGTHS[1], [], np.full((len(chosen), problem.outputs), np.nan, np.float32), chosen
+        return STRONGER[0], [], np.full((len(chosen), problem.outputs), np.nan, np.float32), chosen
     folds = divide(problem.labels[chosen], count, seed, None if groups is None else groups[chosen])
-    heads = [problem.zeros() for _ in range(count)]
-    best: tuple[float, float, list[torch.Tensor], np.ndarray] | None = None
+
+    def tried(strength: float, starts: Sequence[torch.Tensor]) -> _Tried:
+        problems = [
+            (strength, start, FOLD_ITERATIONS, chosen[folds != fold]) for fold, start in enumerate(starts, start=1)
+        ]
+        heads = [*pool.map(lambda one: problem.solve(*one), problems)]
+        answers = np.empty((len(chosen), problem.outputs), np.float32)
+        for fold, head in enumerate(heads, start=1):
+            is_held_out = folds == fold
+            answers[is_held_out] = problem.answers(head, chosen[is_held_out]).numpy()
+        return _Tried(problem.loss(answers, chosen), strength, heads, answers)
+
     with ThreadPoolExecutor(min(count, physical_cores())) as pool, contextlib.ExitStack() as stack:
         # Threads of folds use all cores without waiting for each other in every operation.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        for strength in STRENGTHS:
-            problems = [
-                (strength, head, FOLD_ITERATIONS, chosen[folds != fold]) for fold, head in enumerate(heads, start=1)
-            ]
-            heads = [*pool.map(lambda one: problem.solve(*one), problems)]
-            answers = np.empty((len(chosen), problem.outputs), np.float32)
-            for fold, head in enumerate(heads):
-                is_held_out = folds == fold + 1
-                answers[is_held_out] = problem.answers(head, chosen[is_held_out]).numpy()
-            loss = problem.loss(answers, chosen)
-            if best is not None and loss >= best[0]:
-                break
-            best = loss, strength, heads, answers
-    assert best is not None
-    return *best[1:], chosen
+        first = best = tried(FIRST_STRENGTH, [problem.zeros()] * count)
+        for strengths in (WEAKER, STRONGER):
+            for strength in strengths if best is first else ():
+                if (found := tried(strength, best.heads)).loss >= best.loss:
+                    break
+                best = found
+    return best.strength, best.heads, best.answers, chosen
 
 
 # --- The stage --------------------------------------------------------------------------------------------------------

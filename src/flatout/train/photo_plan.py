@@ -37,7 +37,7 @@ MEASURING_SHARE = 0.1
 # Costs besides features: images decoded per second and core; seconds of set-up; of pictures and report.
 DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 600.0, 3.0, 8.0
 # The head takes as long as so many products of all features with its weights on one core, and at least some seconds.
-HEAD_PRODUCTS, MIN_HEAD_SECONDS, FEATURES = 1000, 1.0, 1280
+HEAD_PRODUCTS, MIN_HEAD_SECONDS, FEATURES = 800, 1.0, 1280
 # Seconds of features in a run without a time budget, which is not fine-tuned.
 USUAL_SECONDS = 120.0
 # The error grows with this power of the error on ImageNet: with EfficientNet-Lite 2 in place of 0, it falls by a fifth
@@ -132,13 +132,13 @@ def plan_photos(
         for epochs in ((0, *FINE_TUNING_EPOCHS) if seconds else (0,))
     ]
     plans.sort(key=lambda plan: (plan.error(steps), plan.operations, plan.epochs))
-    speed = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
-    rates: dict[tuple[Backbone, Size], float] = {}
+    usual = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
+    # Multiply-adds per second of measured networks, about the same at all sizes.
+    speeds: dict[Backbone, float] = {}
     product_seconds = 0.0 if seconds is None else _product_seconds(facts.images, facts.classes)
 
     def rate_of(plan: PhotoPlan) -> float:
-        # Speeds that were not measured are estimated from operation counts.
-        return rates.get((plan.backbone, plan.image_size), speed / plan.operations)
+        return speeds.get(plan.backbone, usual) / plan.operations
 
     def needed(plan: PhotoPlan) -> float:
         return plan.seconds(facts, rate_of(plan))
@@ -159,11 +159,11 @@ def plan_photos(
 
     chosen = best()
     limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
-    while rate is not None and (place := (chosen.backbone, chosen.image_size)) not in rates:
-        if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
+    while rate is not None and chosen.backbone not in speeds:
+        if len(speeds) == MEASUREMENTS or time.perf_counter() > limit:
             break
-        rates[place] = rate(*place)
-        speed = rates[place] * chosen.operations
+        # The last speed is the best guess at those of the networks that were not measured.
+        usual = speeds[chosen.backbone] = rate(chosen.backbone, chosen.image_size) * chosen.operations
         chosen = best()
     if chosen.epochs:
         # More epochs use up the time, as far as they help.
@@ -171,7 +171,7 @@ def plan_photos(
         longer = (replace(chosen, epochs=epochs) for epochs in range(chosen.epochs + 1, MAX_FINE_TUNING + 1))
         chosen = [chosen, *itertools.takewhile(lambda plan: needed(plan) <= left, longer)][-1]
     excess = needed(chosen) - time_left() if seconds else 0.0
-    reasons = _reasons(chosen, seconds, rate_of(chosen) if rates else None, excess, is_only=len(backbones) == 1)
+    reasons = _reasons(chosen, seconds, rate_of(chosen) if speeds else None, excess, is_only=len(backbones) == 1)
     return replace(chosen, averaging=averaging(chosen.epochs * steps), reasons=reasons)
 
 
