@@ -87,6 +87,7 @@ class DatasetStats:
     channels: int  # 1 for grey, 3 for colour, else the number of bands
     task: str
     ratio: float  # width / height; 1 if images differ in shape or are nearly square
+    megapixels: float  # of the median image file; 0 for arrays
     images: int  # of training
     every: int  # images of all splits
     classes: int
@@ -160,6 +161,7 @@ def measure_dataset(
         channels=channels,
         task=source.task,
         ratio=1.0 if is_square else ratio,
+        megapixels=0.0 if source.images is not None else pixels / 1e6,
         images=stop - start,
         every=len(source.labels),
         classes=len(source.classes),

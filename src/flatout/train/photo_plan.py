@@ -34,8 +34,9 @@ SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 MEASUREMENTS = 3
 # Maximum share of the time spent on measuring, as on a busy machine.
 MEASURING_SHARE = 0.1
-# Costs besides features: images decoded per second and core; seconds of set-up; of pictures and report.
-DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 600.0, 3.0, 8.0
+# Costs besides features: seconds of a core to decode an image, and for each million pixels of it: 20 ms for 12 million
+# pixels, which are scaled while they are decoded, 1.4 ms for 0.07 million; seconds of set-up; of pictures and report.
+DECODE_SECONDS, DECODE_SECONDS_PER_MEGAPIXEL, READY_SECONDS, REPORT_SECONDS = 0.0012, 0.002, 3.0, 7.0
 # The head takes as long as so many products of all features with its weights on one core, and at least some seconds.
 HEAD_PRODUCTS, MIN_HEAD_SECONDS, FEATURES = 800, 1.0, 1280
 # Seconds of features in a run without a time budget, which is not fine-tuned.
@@ -147,7 +148,8 @@ def plan_photos(
         if seconds is None:
             return USUAL_SECONDS
         head = max(MIN_HEAD_SECONDS, HEAD_PRODUCTS * product_seconds)
-        fixed = facts.every / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
+        each = DECODE_SECONDS + DECODE_SECONDS_PER_MEGAPIXEL * facts.megapixels if facts.megapixels else 0.0
+        fixed = each * facts.every / cores + READY_SECONDS + head + REPORT_SECONDS
         return seconds - fixed - (time.perf_counter() - began)
 
     def best() -> PhotoPlan:
