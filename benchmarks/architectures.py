@@ -9,7 +9,7 @@ For each architecture, in a process of its own:
 | size | the network takes images of `usable_size(--size)` |
 | build | a network with random weights and its published number of classes, of the published size; saved as a file |
 | load | a network for 5 classes and the usable size takes the file; its last layer starts small |
-| head | the head is found; after a fit to the features of 8 random images, logits are those of the fit |
+| head | the head is found; after a fit to the features of 4 random images, logits are those of the fit |
 | step | one training step of all layers; logits are finite, and head and body have changed |
 | reload | weights saved and loaded into a new network give equal logits |
 
@@ -55,7 +55,7 @@ from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from flatout.utils.console import duration
 
-IMAGES, CLASSES, BATCH = 8, 5, 4
+IMAGES, CLASSES, BATCH = 4, 5, 2
 # Random numbers of a network are drawn once for so many elements, a prime, and repeated: no two rows are equal.
 BLOCK = 1_000_003
 # Copies of the weights that a trial has at once: two networks, a gradient, a momentum, a file in memory.
