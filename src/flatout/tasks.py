@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -162,13 +163,19 @@ class Task(ABC):
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
         """Return `class`, `precision`, `recall`, `f1` and `support` of each class, 0 if undefined."""
-        from sklearn.metrics import precision_recall_fscore_support
-
-        every = list(range(len(classes)))
-        columns = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)  # pyright: ignore
-        keys = ("precision", "recall", "f1", "support")
-        rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-        return [{"class": name, **dict(zip(keys, row, strict=True))} for name, row in zip(classes, rows, strict=True)]
+        if labels.ndim == 1:
+            counted = labels[answers == labels], answers[answers >= 0], labels
+            right_K, answered_K, actual_K = (np.bincount(some, minlength=len(classes)) for some in counted)
+        else:
+            right_K, answered_K, actual_K = (x.sum(axis=0, dtype=np.int64) for x in (answers * labels, answers, labels))
+        figures = {
+            "precision": right_K / np.maximum(1, answered_K),
+            "recall": right_K / np.maximum(1, actual_K),
+            "f1": 2 * right_K / np.maximum(1, answered_K + actual_K),
+            "support": actual_K,
+        }
+        rows = zip(classes, *(column.tolist() for column in figures.values()), strict=True)
+        return [dict(zip(("class", *figures), row, strict=True)) for row in rows]
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         """Return the metrics that are computed once, after training, from finite `probabilities`."""
@@ -305,17 +312,16 @@ class SingleLabel(Task):
         return math.sqrt(metric * (1 - metric) / count)
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
-        from sklearn.metrics import average_precision_score, roc_auc_score, top_k_accuracy_score
-
         K = probabilities.shape[1]
         found: JsonObject = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
         is_finite = np.isfinite(probabilities).all(axis=1)
         if K > TOP:
-            right = is_finite.any() and top_k_accuracy_score(
-                labels[is_finite], probabilities[is_finite], k=TOP, labels=np.arange(K), normalize=False
-            )
-            found["top5_accuracy"] = float(right) / len(labels)
+            best = np.argsort(-probabilities[is_finite], axis=1, kind="stable")[:, :TOP]
+            found["top5_accuracy"] = float((best == labels[is_finite, None]).sum()) / len(labels)
         for _, labels_N, probabilities_N in self.decisions(labels, probabilities, [""] * K):
+            # Importing it takes a second, which other runs save.
+            from sklearn.metrics import average_precision_score, roc_auc_score
+
             found["roc_auc"] = float(roc_auc_score(labels_N, probabilities_N))
             found["average_precision"] = float(average_precision_score(labels_N, probabilities_N))
         return found
@@ -358,11 +364,11 @@ class SingleLabel(Task):
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share, by Wilson's method."""
-    from scipy.stats import binomtest
-
-    interval = binomtest(right, count).proportion_ci(confidence_level=0.95, method="wilson")
-    return float(interval.low), float(interval.high)
+    """Return the 95 % confidence interval of a share, by Wilson's method (JASA 22, 1927)."""
+    z, share = NormalDist().inv_cdf(0.975), right / count
+    middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
 def averaged_sigmoid(logits_VBK: "Tensor") -> "Tensor":

@@ -1,5 +1,7 @@
 """The command line: runs a command, prints its result, and converts errors to one message and an exit code."""
 
+import atexit
+import gc
 import io
 import json
 import os
@@ -21,6 +23,8 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
     args = parse(arguments)
+    # At exit, Python would search the objects of torch and timm for garbage, for a second.
+    atexit.register(gc.freeze)
     # Limits spinning of idle OpenMP threads, whose default starves other processes of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # torch's warnings about lost connections repeat flatout's messages.

@@ -81,8 +81,8 @@ class Run:
 
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
-        value = self.summary.get(f"test_{name}") or self.summary.get(f"valid_{name}")
-        shown = None if value is None else f"{value:.4f}"
+        values = (self.summary.get(f"{split}_{name}") for split in ("test", "valid"))
+        shown = next((f"{value:.4f}" for value in values if value is not None), None)
         return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={shown})"
 
     @cached_property

@@ -52,7 +52,8 @@ def write_png(figure: "Figure", path: Path) -> None:
     """Write the figure as a PNG. Raises InputError if the file cannot be written."""
     buffer = io.BytesIO()
     with no_glyph_warnings():
-        figure.savefig(buffer, format="png", metadata={"Software": None})
+        # Stronger compression takes half a second for photos, and saves a tenth.
+        figure.savefig(buffer, format="png", metadata={"Software": None}, pil_kwargs={"compress_level": 1})
     write_atomically(path, buffer.getvalue())
 
 
