@@ -44,7 +44,7 @@ FOLDS = 5
 # Cross-validation is limited to this many images, or numbers in their outputs and features, so that it takes seconds.
 MAX_IMAGES, MAX_PRODUCTS = 20_000, 4e9
 # Iterations of L-BFGS for a fold, which starts from the previous strength's head, and for the final head.
-FOLD_ITERATIONS, LAST_ITERATIONS = 10, 50
+FOLD_ITERATIONS, LAST_ITERATIONS = 7, 30
 # Principal components with less than this share of the largest variance are dropped.
 SMALLEST_VARIANCE = 1e-6
 
