@@ -6,6 +6,7 @@ log, `position-N` in training, `ready-N-PID` once it handles signals, `outcome-N
 
 import contextlib
 import faulthandler
+import gc
 import mmap
 import os
 import pickle
@@ -202,6 +203,7 @@ def main() -> int:
     timer = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()
+    gc.freeze()  # so that the exit does not search the objects of torch for garbage
     return code
 
 
