@@ -162,20 +162,8 @@ class Task(ABC):
         return predicted
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
-        """Return `class`, `precision`, `recall`, `f1` and `support` of each class, 0 if undefined."""
-        if labels.ndim == 1:
-            counted = labels[answers == labels], answers[answers >= 0], labels
-            right_K, answered_K, actual_K = (np.bincount(some, minlength=len(classes)) for some in counted)
-        else:
-            right_K, answered_K, actual_K = (x.sum(axis=0, dtype=np.int64) for x in (answers * labels, answers, labels))
-        figures = {
-            "precision": right_K / np.maximum(1, answered_K),
-            "recall": right_K / np.maximum(1, actual_K),
-            "f1": 2 * right_K / np.maximum(1, answered_K + actual_K),
-            "support": actual_K,
-        }
-        rows = zip(classes, *(column.tolist() for column in figures.values()), strict=True)
-        return [dict(zip(("class", *figures), row, strict=True)) for row in rows]
+        """Return `class`, `precision`, `recall`, `f1` and `support` of each class, 0 if undefined; [] in regression."""
+        return []
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         """Return the metrics that are computed once, after training, from finite `probabilities`."""
@@ -311,6 +299,10 @@ class SingleLabel(Task):
     def selection_error(self, metric: float, count: int) -> float:
         return math.sqrt(metric * (1 - metric) / count)
 
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
+        counted = labels[answers == labels], answers[answers >= 0], labels
+        return _by_class(classes, *(np.bincount(some, minlength=len(classes)) for some in counted))
+
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         K = probabilities.shape[1]
         found: JsonObject = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
@@ -361,6 +353,20 @@ class SingleLabel(Task):
 
     def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
         return float(probabilities_K[answer]) if answer >= 0 else None
+
+
+def _by_class(
+    classes: Sequence[str], right_K: np.ndarray, answered_K: np.ndarray, actual_K: np.ndarray
+) -> list[JsonObject]:
+    """See `Task.per_class`, for the right answers, all answers, and the labels of each class."""
+    figures = {
+        "precision": right_K / np.maximum(1, answered_K),
+        "recall": right_K / np.maximum(1, actual_K),
+        "f1": 2 * right_K / np.maximum(1, answered_K + actual_K),
+        "support": actual_K,
+    }
+    rows = zip(classes, *(column.tolist() for column in figures.values()), strict=True)
+    return [dict(zip(("class", *figures), row, strict=True)) for row in rows]
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -458,6 +464,9 @@ class MultiLabel(Task):
 
     def decided(self, predicted: np.ndarray) -> np.ndarray:
         return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
+
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
+        return _by_class(classes, *(x.sum(axis=0, dtype=np.int64) for x in (answers * labels, answers, labels)))
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> JsonObject:
         from sklearn.metrics import roc_auc_score
@@ -578,9 +587,6 @@ class Regression(Task):
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         return np.argsort(-np.abs(np.nan_to_num(predicted - labels)), kind="stable")
-
-    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[JsonObject]:
-        return []
 
 
 def statistics(labels: np.ndarray) -> tuple[float, float]:

@@ -92,8 +92,8 @@ def choose_processes(
         return Processes(devices=chosen, threads=cpu_threads(most), reason=f"--devices auto: using {chosen}{why}")
     # ONNX Runtime uses all cores for features. On two cores, 5 minutes from a fitted head have 2 minutes of steps: two
     # processes take them 7 % faster, and lose 15 s with their start and end.
-    has_few_steps = not work or (recipe.linear_probe and seconds is not None)
-    if devices.kind != "cpu" or has_few_steps or most == 1:
+    gains_little = not work or (recipe.linear_probe and seconds is not None)
+    if devices.kind != "cpu" or gains_little or most == 1:
         return Processes(devices=devices, threads=cpu_threads())
     return _threads_or_processes(build(), recipe, work, seconds)
 

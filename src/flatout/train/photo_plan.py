@@ -109,7 +109,7 @@ def plan_photos(
     A single network that does not take images of another shape gets its published size. Raises InputError if it does
     not take the user's size.
     """
-    began, cores, seconds = time.perf_counter(), physical_cores(), facts.left
+    began, seconds = time.perf_counter(), facts.left
     steps = -(-facts.images // batch_size)
 
     @functools.cache
@@ -133,10 +133,10 @@ def plan_photos(
         for epochs in ((0, *FINE_TUNING_EPOCHS) if seconds else (0,))
     ]
     plans.sort(key=lambda plan: (plan.error(steps), plan.operations, plan.epochs))
-    usual = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * cores
+    usual = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * physical_cores()
     # Multiply-adds per second of measured networks, about the same at all sizes.
     speeds: dict[Backbone, float] = {}
-    product_seconds = 0.0 if seconds is None else _product_seconds(facts.images, facts.classes)
+    fixed = 0.0 if seconds is None else _fixed_seconds(facts)
 
     def rate_of(plan: PhotoPlan) -> float:
         return speeds.get(plan.backbone, usual) / plan.operations
@@ -145,12 +145,7 @@ def plan_photos(
         return plan.seconds(facts, rate_of(plan))
 
     def time_left() -> float:
-        if seconds is None:
-            return USUAL_SECONDS
-        head = max(MIN_HEAD_SECONDS, HEAD_PRODUCTS * product_seconds)
-        each = DECODE_SECONDS + DECODE_SECONDS_PER_MEGAPIXEL * facts.megapixels if facts.megapixels else 0.0
-        fixed = each * facts.every / cores + READY_SECONDS + head + REPORT_SECONDS
-        return seconds - fixed - (time.perf_counter() - began)
+        return USUAL_SECONDS if seconds is None else seconds - fixed - (time.perf_counter() - began)
 
     def best() -> PhotoPlan:
         """Return the best plan that fits at the known speeds, or else the fastest."""
@@ -175,6 +170,13 @@ def plan_photos(
     excess = needed(chosen) - time_left() if seconds else 0.0
     reasons = _reasons(chosen, seconds, rate_of(chosen) if speeds else None, excess, is_only=len(backbones) == 1)
     return replace(chosen, averaging=averaging(chosen.epochs * steps), reasons=reasons)
+
+
+def _fixed_seconds(facts: "DatasetStats") -> float:
+    """Return the time of all that no plan changes: decoding, set-up, the head and the report."""
+    decoding = DECODE_SECONDS + DECODE_SECONDS_PER_MEGAPIXEL * facts.megapixels if facts.megapixels else 0.0
+    head = max(MIN_HEAD_SECONDS, HEAD_PRODUCTS * _product_seconds(facts.images, facts.classes))
+    return decoding * facts.every / physical_cores() + READY_SECONDS + head + REPORT_SECONDS
 
 
 def _product_seconds(images: int, classes: int) -> float:
