@@ -101,6 +101,10 @@ def test_columns_and_the_folder_of_images_can_be_named(folder: Path):
         read(folder / "lists", text, images="nowhere")
     (folder / "lists" / "b.csv").write_text("0.png,cat\n1.png,dog\n")
     assert main(["check", str(folder / "lists" / "b.csv"), "--images", str(folder / "images")]) == 0
+    for label in ("cat", "dog"):
+        grow(folder / "classes", f"{label}/a.png")
+    with pytest.raises(InputError, match=r"data\.images = 'pictures': .*classes is not a list of images"):
+        recognise(folder / "classes", Data(images="pictures"))
 
 
 def test_paths_that_lead_out_and_missing_files_are_listed_in_one_go(folder: Path):

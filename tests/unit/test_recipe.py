@@ -150,6 +150,11 @@ def test_settings_are_parsed(text: str, expected: tuple[str, object]) -> None:
         parse_setting(text.partition("=")[0])
 
 
+def test_a_list_of_texts_needs_no_quotes() -> None:
+    named = BASE.override(dict([parse_setting("data.class_names=cat,dog")]))
+    assert named.data.class_names == ("cat", "dog")
+
+
 @given(
     st.dictionaries(
         st.sampled_from(known_keys()),

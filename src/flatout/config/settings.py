@@ -29,7 +29,7 @@ _ALIASES = {
 
 
 def parse_setting(text: str) -> tuple[str, object]:
-    """Split one `--set KEY=VALUE`; the value is read as TOML, else as a comma-separated list, else as plain text."""
+    """Split one `--set KEY=VALUE`; the value is read as TOML, else as a list of numbers, else as plain text."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"--set {text}: must be KEY=VALUE, such as --set optimizer.lr=0.1")
@@ -61,7 +61,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
             return typed(value, args[place], key)
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
-        values = value if isinstance(value, list | tuple) else [value]
+        values = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         return tuple(typed(v, args[0], key) for v in values)
     if origin is dict:
         return {str(name): typed(number, args[1], f"{key}.{name}") for name, number in value.items()}

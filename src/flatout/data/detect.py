@@ -110,7 +110,12 @@ def recognise(
 
 
 def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
-    return next((found for recognise in FORMATS if (found := recognise(path, class_list, options))), None)
+    for recognise in FORMATS:
+        if found := recognise(path, class_list, options):
+            if options.images and recognise not in (tables.recognise_paddle, tables.recognise):
+                raise InputError(f"data.images = {options.images!r}: {path} is not a list of images; remove it")
+            return found
+    return None
 
 
 @dataclass(eq=False)
