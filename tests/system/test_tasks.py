@@ -131,8 +131,9 @@ def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs],
     assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:
-    images, digits = pairs_of(5_000)
+    images, digits = pairs_of(2_500)
     np.savez(tmp_path / "sums.npz", images=images, labels=digits.sum(axis=1) / 2)
     flags = ["--model", "fast-cnn-16", "--epochs", "3", "--devices", "cpu", "--set", "precision=fp32"]
     assert main(["train", str(tmp_path / "sums.npz"), *flags, "--out", str(tmp_path / "run")]) == 0
