@@ -33,10 +33,11 @@ def nvidia_program(name: str) -> Path:
 
 def read(cubin: Path) -> Kernel:
     """Read the machine code of one kernel."""
-    command = [nvidia_program("cuobjdump"), "--dump-resource-usage", "--dump-sass", cubin]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    flags = ("--list-elf", "--dump-resource-usage")  # which one call does not combine
+    commands = ([nvidia_program("cuobjdump"), flag, cubin] for flag in flags)
+    listed = "".join(subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
     usage = re.search(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listed)
-    code = re.search(r"code for (\w+)", listed)
+    code = re.search(r"\.(sm_\w+)\.cubin", listed)
     assert usage and code, listed[:1000]
     name, registers, stack, local = usage.groups()
     # Spilled registers are on the stack, which Triton's kernels use for nothing else.
