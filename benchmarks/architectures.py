@@ -13,7 +13,8 @@ For each architecture, in a process of its own:
 | step | one training step of all layers; logits are finite, and head and body have changed |
 | reload | weights saved and loaded into a new network give equal logits |
 
-A network without a linear head is `ok` without the stage "head", and says so. Results are appended to `--log` as JSON
+A network without a linear head is `ok` without the stage "head", and says so. One that needs more than `--memory` is
+not tried, and an encoder without a classifier is refused, as in training. Results are appended to `--log` as JSON
 lines; architectures in it are not tried again, unless `--again` is given and they failed. `--out` gets the table: name,
 image size, parameters, result.
 """
@@ -46,7 +47,7 @@ from flatout.config import Recipe, from_dict
 from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.models.build import build_model, quiet, usable_size
+from flatout.models.build import build_model, check_name, quiet, usable_size
 from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules
 from flatout.models.pretrained import load_pretrained
@@ -54,6 +55,7 @@ from flatout.models.weights import load_exactly, read_weights, save_tensors
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from flatout.utils.console import duration
+from flatout.utils.errors import InputError
 
 IMAGES, CLASSES, BATCH = 4, 5, 2
 # Random numbers of a network are drawn once for so many elements, a prime, and repeated: no two rows are equal.
@@ -235,6 +237,10 @@ def child(name: str, wanted: int, memory: int, pipe: Connection) -> None:
 
 def tried(name: str, wanted: int, seconds: float, memory: int) -> dict[str, Any]:
     """Return the result of an architecture."""
+    try:
+        check_name(f"timm:{name}")
+    except InputError as error:
+        return {"name": name, "parameters": 0, "size": None, "result": f"refused: {error}", "seconds": 0.0}
     began = time.perf_counter()
     result: dict[str, Any] = {"name": name, "parameters": parameters_of(name), "size": None, "result": ""}
     if (need := BASE_BYTES + COPIES * 4 * result["parameters"]) > memory:
@@ -318,7 +324,7 @@ def main() -> None:
     seconds = sum(row["seconds"] for row in table)
     summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     print(f"{len(table)} architectures in {duration(seconds)}: {summary}")
-    sys.exit(0 if set(counts) <= {"ok", "not tried"} else 1)
+    sys.exit(0 if set(counts) <= {"ok", "refused", "not tried"} else 1)
 
 
 if __name__ == "__main__":

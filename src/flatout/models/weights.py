@@ -24,27 +24,36 @@ _MAX_LISTED = 4
 
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice."""
-    import torch
     from safetensors.torch import save
 
-    plain = {
-        name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()
-    }
-    content = save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
-    write_atomically(path, _sort_metadata(content))
+    plain: dict[str, torch.Tensor] = {}
+    memory = set[int]()
+    for name, tensor in tensors.items():
+        plain[name] = own = tensor.detach().cpu().contiguous()
+        if (address := own.untyped_storage().data_ptr()) in memory:
+            plain[name] = own.clone()
+        memory.add(address)
+    content = memoryview(save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)}))
+    header, data = _with_sorted_metadata(content)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.writelines((header, data))
+
+    write_atomically(path, write)
 
 
-def _sort_metadata(content: bytes) -> bytes:
-    """Make files of equal weights identical: safetensors orders metadata differently in every process.
+def _with_sorted_metadata(content: memoryview) -> tuple[bytes, memoryview]:
+    """Return header and data of files that are identical if the weights are: safetensors orders metadata at random.
 
     The format: eight bytes with the length of a JSON header, the header, the data.
     """
     length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
+    header = json.loads(bytes(content[8 : 8 + length]))
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, content[8 + length :]))
+    return len(text).to_bytes(8, "little") + text, content[8 + length :]
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
