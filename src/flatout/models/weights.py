@@ -23,37 +23,37 @@ _MAX_LISTED = 4
 
 
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice."""
-    from safetensors.torch import save
+    """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice.
 
-    plain: dict[str, torch.Tensor] = {}
-    memory = set[int]()
-    for name, tensor in tensors.items():
-        plain[name] = own = tensor.detach().cpu().contiguous()
-        if (address := own.untyped_storage().data_ptr()) in memory:
-            plain[name] = own.clone()
-        memory.add(address)
-    content = memoryview(save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)}))
-    header, data = _with_sorted_metadata(content)
+    The library would hold all of it in memory once more, and orders metadata at random, so that equal weights would be
+    different files.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    ordered = sorted(plain.items(), key=lambda named: (-named[1].element_size(), named[0]))
+    about = {**metadata, _DIGEST_KEY: _digest(plain, metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(about.items()))}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _dtype(tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
-            file.writelines((header, data))
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.writelines(_bytes_of(tensor) for _, tensor in ordered)
 
     write_atomically(path, write)
 
 
-def _with_sorted_metadata(content: memoryview) -> tuple[bytes, memoryview]:
-    """Return header and data of files that are identical if the weights are: safetensors orders metadata at random.
-
-    The format: eight bytes with the length of a JSON header, the header, the data.
-    """
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(bytes(content[8 : 8 + length]))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, content[8 + length :]
+def _dtype(tensor: "torch.Tensor") -> str:
+    """Return safetensors' name of a type: `BF16` for `torch.bfloat16`."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    kind = name.rstrip("0123456789")
+    return {"bool": "BOOL", "complex": "C", "bfloat": "BF", "float": "F", "int": "I", "uint": "U"}[kind] + name[
+        len(kind) :
+    ]
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
@@ -73,13 +73,17 @@ def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]
 
 
 def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    import torch
-
     digest = hashlib.blake2b(json.dumps(dict(metadata), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def damaged(path: Path, what: str, reason: object) -> InputError:
