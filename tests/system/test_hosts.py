@@ -256,7 +256,7 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
     data = ["--data", str(hosts[0].folder / "digits.npz")]
     short = ["--epochs", str(len(epochs)), "--devices", "cpu", "--out", str(alone)]
     assert main([*TRAIN, *data, *length, *short]) == 0
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-2)
 
 
 # --- processes that another launcher starts ---------------------------------------------------------------------------

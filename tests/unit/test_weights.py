@@ -57,7 +57,8 @@ def test_every_kind_of_tensor_survives_with_the_metadata(tmp_path: Path):
         "part": shared[:, 1],
         "scalar": torch.tensor(7),
         "empty": torch.zeros(0, 3),
-        "half": torch.rand(5).bfloat16(),
+        **{str(kind): torch.ones(5).to(kind) for kind in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64)},
+        **{str(kind): torch.arange(5).to(kind) for kind in (torch.uint8, torch.int16, torch.float64)},
         "flags": torch.tensor([True, False]),
         "last": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
     }

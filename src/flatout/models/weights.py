@@ -35,7 +35,9 @@ def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _dtype(tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+        kind = str(tensor.dtype).removeprefix("torch.")  # bfloat16 is BF16, float8_e4m3fn is F8_E4M3
+        dtype = re.sub("complex|float|uint|int", lambda found: found[0][0], kind).upper().removesuffix("FN")
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -45,15 +47,6 @@ def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
             file.writelines(_bytes_of(tensor) for _, tensor in ordered)
 
     write_atomically(path, write)
-
-
-def _dtype(tensor: "torch.Tensor") -> str:
-    """Return safetensors' name of a type: `BF16` for `torch.bfloat16`."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    kind = name.rstrip("0123456789")
-    return {"bool": "BOOL", "complex": "C", "bfloat": "BF", "float": "F", "int": "I", "uint": "U"}[kind] + name[
-        len(kind) :
-    ]
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
