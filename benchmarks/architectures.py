@@ -266,7 +266,9 @@ def tried(name: str, wanted: int, seconds: float, memory: int) -> dict[str, Any]
         if stage == "ok":
             ended = f"ok, {message['note']}" if message["note"] else "ok"
         elif "error" in message:
+            lacks_memory = "MemoryError" in message["error"] or "can't allocate memory" in message["error"]
             ended = f"{stage}: {message['error']}"
+            ended = f"not tried: needs more than {memory / 1e9:.0f} GB" if lacks_memory else ended
     process.kill()
     process.join()
     return {**result, "result": ended, "seconds": round(time.perf_counter() - began, 1)}
