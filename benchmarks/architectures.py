@@ -13,10 +13,10 @@ For each architecture, in a process of its own:
 | step | one training step of all layers; logits are finite, and head and body have changed |
 | reload | weights saved and loaded into a new network give equal logits |
 
-A network without a linear head is `ok` without the stage "head", and says so. One that needs more than `--memory` is
-not tried, and an encoder without a classifier is refused, as in training. Results are appended to `--log` as JSON
-lines; architectures in it are not tried again, unless `--again` is given and they failed. `--out` gets the table: name,
-image size, parameters, result.
+A network without a linear head is `ok` without the stage "head", and says so. One that is estimated to need more than
+`--memory` is not tried, and an encoder without a classifier is refused, as in training. Results are appended to `--log`
+as JSON lines; architectures in it are not tried again, unless `--again` is given and they failed. `--out` gets the
+table: name, image size, parameters, result.
 """
 
 import copy
@@ -237,12 +237,12 @@ def child(name: str, wanted: int, memory: int, pipe: Connection) -> None:
 
 def tried(name: str, wanted: int, seconds: float, memory: int) -> dict[str, Any]:
     """Return the result of an architecture."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {"name": name, "parameters": parameters_of(name), "size": None, "result": ""}
     try:
         check_name(f"timm:{name}")
     except InputError as error:
-        return {"name": name, "parameters": 0, "size": None, "result": f"refused: {error}", "seconds": 0.0}
-    began = time.perf_counter()
-    result: dict[str, Any] = {"name": name, "parameters": parameters_of(name), "size": None, "result": ""}
+        return {**result, "result": f"refused: {error}", "seconds": 0.0}
     if (need := BASE_BYTES + COPIES * 4 * result["parameters"]) > memory:
         return {**result, "result": f"not tried: needs about {need / 1e9:.0f} GB", "seconds": 0.0}
     context = multiprocessing.get_context("fork")
@@ -266,9 +266,9 @@ def tried(name: str, wanted: int, seconds: float, memory: int) -> dict[str, Any]
         if stage == "ok":
             ended = f"ok, {message['note']}" if message["note"] else "ok"
         elif "error" in message:
-            lacks_memory = "MemoryError" in message["error"] or "can't allocate memory" in message["error"]
             ended = f"{stage}: {message['error']}"
-            ended = f"not tried: needs more than {memory / 1e9:.0f} GB" if lacks_memory else ended
+            if "MemoryError" in ended or "can't allocate memory" in ended:
+                ended = f"out of memory: {stage} needs more than {memory / 1e9:g} GB"
     process.kill()
     process.join()
     return {**result, "result": ended, "seconds": round(time.perf_counter() - began, 1)}

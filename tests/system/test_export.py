@@ -191,12 +191,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "shape": (20, 34),
         "resize": "pad",
     },
-    "numbers, six channels, many layers": {
-        "labels": lambda y: y * 1.5 + 20,
-        "channels": 6,
-        "model": "fast-cnn-16",
-        "epochs": 1,
-    },
+    "numbers, six channels": {"labels": lambda y: y * 1.5 + 20, "channels": 6},
     "one logit, cropped": {
         "labels": lambda y: y // 2,
         "loss": "binary-cross-entropy",
@@ -205,15 +200,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "resize": "crop",
         "stored_size": (24, 30),
     },
-    "folds of a residual network": {"folds": 2, "model": "timm:test_resnet", "epochs": 1, "channels": 3},
-    "views of a transformer": {
-        "tta": True,
-        "model": "timm:test_vit",
-        "epochs": 1,
-        "channels": 3,
-        "shape": (160, 160),
-        "image_size": 160,
-    },
+    "folds": {"folds": 2},
+    "many layers, views": {"model": "fast-cnn-16", "epochs": 1, "tta": True},
+    "a residual network of timm's": {"model": "timm:test_resnet", "epochs": 1, "channels": 3},
+    "a transformer": {"model": "timm:test_vit", "epochs": 1, "channels": 3, "shape": (160, 160), "image_size": 160},
 }
 
 

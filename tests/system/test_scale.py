@@ -82,7 +82,6 @@ def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path
         Image.fromarray(rng.integers(0, 128 if number % 2 else 256, (16, 16), dtype=np.uint8)).save(path)
     out = tmp_path / "out"
     command = ["scale", str(tmp_path / "photos"), "--devices", "cpu,2xcpu", "--epochs", "2", "--batch-size", "8"]
-    command += ["--set", "model=fast-cnn-16"]
     assert main([*command, "--json", "--out", str(out)]) == 0
     printed, result = json.loads(capsys.readouterr().out), scaling(out)
     assert printed == result | {"out": str(out)}
@@ -114,7 +113,7 @@ def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tm
 @pytest.mark.slow
 def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(digits: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    flags = ["--devices", "cpu,2xcpu", "--epochs", "15", "--out", str(out)]
+    flags = ["--devices", "cpu,2xcpu", "--epochs", "30", "--out", str(out)]
     command = [sys.executable, "-m", "flatout", "scale", *digits, *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (out / "2xcpu" / "metrics.jsonl").is_file():  # so that the first run is done and the second at work

@@ -116,8 +116,7 @@ def test_folders_of_pictures_without_a_recipe_and_others_of_the_same_classes(tmp
     assert figures["classes"] == ["bright", "dark"]
     assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 40
     assert figures["test_accuracy"] == 1.0
-    again = ["train", str(tmp_path / "run" / "recipe.toml"), "--epochs", "1", "--devices", "cpu"]
-    assert main([*again, "--out", str(tmp_path / "run2")]) == 0
+    assert main(["train", str(data), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run2")]) == 0
     assert summary(tmp_path / "run2")["pack_was_cached"]
     # Classes of other data are matched by name.
     other, run = make_folders(tmp_path / "other", per_class=3), str(tmp_path / "run")

@@ -151,8 +151,8 @@ def test_settings_are_parsed(text: str, expected: tuple[str, object]) -> None:
 
 
 def test_a_list_of_texts_needs_no_quotes() -> None:
-    named = BASE.override(dict([parse_setting("data.class_names=cat,dog")]))
-    assert named.data.class_names == ("cat", "dog")
+    for text in ("data.class_names=cat,dog", "data.class_names=cat, dog"):
+        assert BASE.override(dict([parse_setting(text)])).data.class_names == ("cat", "dog")
 
 
 @given(

@@ -61,7 +61,9 @@ def typed(value: Any, hint: Any, key: str) -> Any:
             return typed(value, args[place], key)
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
-        values = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        values = value if isinstance(value, list | tuple) else [value]
         return tuple(typed(v, args[0], key) for v in values)
     if origin is dict:
         return {str(name): typed(number, args[1], f"{key}.{name}") for name, number in value.items()}
