@@ -110,7 +110,7 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         found = {"flatout": __version__, "Python": platform.python_version()}
-        found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "onnxruntime", "jax", "torchax", "keras")
+        found |= installed("torch", "timm", "numpy", "pillow", "simplejpeg", "openvino", "jax", "torchax", "keras")
         print("\n".join(f"{name} {version}" for name, version in found.items()))
         parser.exit()
 

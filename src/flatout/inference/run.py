@@ -228,7 +228,7 @@ class Run:
 
     @contextlib.contextmanager
     def _network(self) -> "Iterator[tuple[Any, Any]]":
-        """Provide a function for logits that also catches features; large inputs use ONNX Runtime."""
+        """Provide a function for logits that also catches features; large inputs use OpenVINO."""
         model = self.model.eval()
         if self._classified * math.prod(self.recipe.image_sides) < WORTHWHILE_PIXELS:
             with caught(model, model) as features:

@@ -1,4 +1,4 @@
-"""Features, the input of a network's head: captured by hooks, and computed by ONNX Runtime on CPUs.
+"""Features, the input of a network's head: captured by hooks, and computed by OpenVINO on CPUs.
 
 That is two to nine times as fast as torch's eager mode (`benchmarks/features.py`).
 Shape letters: B batch, F features, C channels, H height, W width, K outputs.
@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +27,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 # More features are averaged in groups of neighbours, such as the pixels of a channel.
 MAX_FEATURES = 1024
-# Preparing ONNX Runtime takes as long as torch takes for about this many pixels in total.
+# Preparing OpenVINO takes as long as torch takes for about this many pixels in total.
 WORTHWHILE_PIXELS = 5_000_000
 # Images per batch: their activations fit the processor's cache. Twice as many are a fifth slower.
 BATCH = 8
@@ -94,22 +95,22 @@ def frozen_network(
 ) -> Function:
     """Compile a network in evaluation mode, [B, C, H, W] to [B, ...], for the CPU.
 
-    If ONNX Runtime does not support it, or results for `example`, at least two images, differ from torch's, the reason
+    If OpenVINO does not support it, or results for `example`, at least two images, differ from torch's, the reason
     is reported, and the network itself is returned.
     """
     network.eval()
     key = _key(network, example, threads)
     try:
-        computed = _kept.get(key) or _session(_exported(network, example), threads)
+        computed = _kept.get(key) or _compiled(_exported(network, example), threads)
         found = computed(example[:COMPARED])
     except Exception as error:  # exporter and runtime raise anything on networks that they do not support
-        report(f"features are computed by torch: ONNX Runtime cannot ({type(error).__name__}: {first_line(error)})")
+        report(f"features are computed by torch: OpenVINO cannot ({type(error).__name__}: {first_line(error)})")
         return network
     with torch.no_grad():
         expected = network(example[:COMPARED]).float()
     difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not difference <= TOLERANCE:
-        report(f"features are computed by torch: those of ONNX Runtime differ by {difference:.1e} of the largest")
+        report(f"features are computed by torch: those of OpenVINO differ by {difference:.1e} of the largest")
         return network
     if key in _kept:
         _kept.clear()
@@ -120,7 +121,7 @@ def frozen_network(
 
 
 class FrozenClassifier(Features):
-    """A frozen classifier, or `network`, its last part, in ONNX Runtime, which is prepared on the first call."""
+    """A frozen classifier, or `network`, its last part, in OpenVINO, which is prepared on the first call."""
 
     def __init__(self, model: nn.Module, network: nn.Module, threads: int) -> None:
         super().__init__()
@@ -191,24 +192,28 @@ def _no_output() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _session(model: bytes, threads: int) -> Function:
-    """Prepare an ONNX model to run; each thread computes images of its own.
+def _compiled(model: bytes, threads: int) -> Function:
+    """Compile an ONNX model by OpenVINO; each thread computes images of its own.
 
     Threads that share a batch synchronise after each operation, which is slow if another process uses a core. Results
-    are bitwise independent of the number of threads, too.
+    are bitwise independent of the number of threads and of the other images, too.
     """
-    import onnxruntime
+    import openvino
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="flatout-onnx")
+    core = openvino.Core()
+    # Its default is the fastest number format of the processor. Pinned threads would wait for those of other processes.
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads}
+    network = core.compile_model(core.read_model(model), "CPU", settings | {"ENABLE_CPU_PINNING": False})
+    own, pool = threading.local(), ThreadPoolExecutor(threads, thread_name_prefix="flatout-features")
+
+    def compute_part(part: np.ndarray) -> np.ndarray:
+        if not hasattr(own, "request"):
+            own.request = network.create_infer_request()
+        return own.request.infer([part], share_inputs=True)[0]
 
     def compute(images: torch.Tensor) -> torch.Tensor:
         values = images.detach().float().contiguous().numpy()
         parts = [values[i : i + BATCH] for i in range(0, len(values), BATCH)]
-        found = pool.map(lambda part: session.run(None, {"images": part})[0], parts)
-        return torch.from_numpy(np.concatenate([np.asarray(one) for one in found]))
+        return torch.from_numpy(np.concatenate([*pool.map(compute_part, parts)]))
 
     return compute

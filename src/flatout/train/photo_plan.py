@@ -28,7 +28,7 @@ STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 SIZE_EXPONENT = 1.8
 # Candidate sizes: the published one, and multiples of SIZE_STEP below it, down to this share of it.
 SIZE_STEP, LEAST_SHARE = 16, 4 / 7
-# Assumed multiply-adds per second before measuring: a core with ONNX Runtime, and a modest GPU.
+# Assumed multiply-adds per second before measuring: a core with OpenVINO, and a modest GPU.
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Maximum number of measured networks.
 MEASUREMENTS = 3

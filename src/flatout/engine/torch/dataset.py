@@ -220,7 +220,7 @@ class TorchDataset:
         with contextlib.ExitStack() as stack:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
-            # After cached output, little computation remains: preparing ONNX Runtime would take longer.
+            # After cached output, little computation remains: preparing OpenVINO would take longer.
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 network = features = FrozenClassifier(engine.model, network, engine.threads)

@@ -356,7 +356,7 @@ class TorchEngine:
         return self.task.averaged(torch.stack(seen))
 
     def is_frozen_faster(self, count: int) -> bool:
-        """Whether ONNX Runtime is worth its preparation for `count` images and a frozen network."""
+        """Whether OpenVINO is worth its preparation for `count` images and a frozen network."""
         return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
 
 
 def features_per_second(recipe: Recipe, device: str) -> float:
-    """Return the images per second before the head of a network with published weights; ONNX Runtime keeps it."""
+    """Return the images per second before the head of a network with published weights; OpenVINO keeps it."""
     accelerator = accelerator_of(torch.device(device))
     model = build_model(recipe, 2)
     load_pretrained(model, recipe, lambda sentence: None)

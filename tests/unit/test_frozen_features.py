@@ -1,4 +1,4 @@
-"""Frozen networks through ONNX Runtime: the values of torch, prepared once."""
+"""Frozen networks through OpenVINO: the values of torch, prepared once."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from flatout.models.features import frozen_network
 
 
 class Unknown(nn.Module):
-    """A network that ONNX Runtime cannot compute."""
+    """A network that OpenVINO cannot compute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.adaptive_avg_pool2d(x, 3).flatten(1).cumprod(1)
@@ -40,8 +40,8 @@ def test_features_are_those_of_torch_for_any_number_of_images(images: torch.Tens
         torch.testing.assert_close(computed(images[:count]), own(images[:count]))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Unknown, "adaptive_avg_pool2d"), (Noise, "ONNX Runtime differ by")])
-def test_a_network_that_onnx_runtime_computes_otherwise_or_not_is_its_own_function(
+@pytest.mark.parametrize(("kind", "reason"), [(Unknown, "adaptive_avg_pool2d"), (Noise, "OpenVINO differ by")])
+def test_a_network_that_openvino_computes_otherwise_or_not_is_its_own_function(
     kind: type[nn.Module], reason: str, images: torch.Tensor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The reason is reported, and torch prints nothing."""
