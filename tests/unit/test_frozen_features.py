@@ -1,5 +1,10 @@
 """Frozen networks through OpenVINO: the values of torch, prepared once."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +54,24 @@ def test_a_network_that_openvino_computes_otherwise_or_not_is_its_own_function(
     assert frozen_network(own, images, 2, sentences.append) is own
     assert len(sentences) == 1 and "features are computed by torch" in sentences[0] and reason in sentences[0]
     assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_sent_to_the_makers_of_a_library(tmp_path: Path) -> None:
+    """OpenVINO's import would fork a process that reports it, and write an identity into the home folder."""
+    code = """
+import os, torch
+os.register_at_fork(before=lambda: print("a process is forked"))
+from flatout.models.features import frozen_network
+network = torch.nn.Conv2d(3, 4, 3)
+print(frozen_network(network, torch.rand(3, 3, 7, 7), 2) is network)
+"""
+    without_ci = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=without_ci | {"HOME": str(tmp_path)},
+        check=True,
+    )
+    assert done.stdout == "False\n"
+    assert not [*tmp_path.iterdir()]

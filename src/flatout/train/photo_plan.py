@@ -32,8 +32,9 @@ SIZE_STEP, LEAST_SHARE = 16, 4 / 7
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Maximum number of measured networks.
 MEASUREMENTS = 3
-# Maximum share of the time spent on measuring, as on a busy machine.
-MEASURING_SHARE = 0.1
+# Maximum share of the time spent on measuring, as on a busy machine; and the share that is kept free, since a processor
+# shared with others is seldom as fast in the next minute as in this second.
+MEASURING_SHARE, FREE_SHARE = 0.1, 0.05
 # Costs besides features: seconds of a core to decode an image, and for each million pixels of it: 20 ms for 12 million
 # pixels, which are scaled while they are decoded, 1.4 ms for 0.07 million; seconds of set-up; of pictures and report.
 DECODE_SECONDS, DECODE_SECONDS_PER_MEGAPIXEL, READY_SECONDS, REPORT_SECONDS = 0.0012, 0.002, 3.0, 7.0
@@ -136,7 +137,7 @@ def plan_photos(
     usual = SPEED_OF_AN_ACCELERATOR if facts.accelerated else SPEED_OF_A_CORE * physical_cores()
     # Multiply-adds per second of measured networks, about the same at all sizes.
     speeds: dict[Backbone, float] = {}
-    fixed = 0.0 if seconds is None else _fixed_seconds(facts)
+    fixed = 0.0 if seconds is None else _fixed_seconds(facts) + FREE_SHARE * seconds
 
     def rate_of(plan: PhotoPlan) -> float:
         return speeds.get(plan.backbone, usual) / plan.operations

@@ -56,7 +56,7 @@ class TorchDataset:
         engine, images, count = self._engine, self._images, len(self._images.samples)
         _copy_tables(transforms, images)
         features, start = None, 0
-        for inputs in self._batches(images):
+        for inputs in self._batches(images, engine.frozen_batch(count)):
             normalised = engine.input.normalised(images.images_of(inputs), images.transforms_of(inputs.samples))
             with torch.no_grad(), engine.accelerator.autocast():
                 output = engine.prefix(normalised, count)
@@ -222,9 +222,10 @@ class TorchDataset:
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
             # After cached output, little computation remains: preparing OpenVINO would take longer.
             is_whole = engine.cut is None and engine.accelerator.precision == "fp32"
-            if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
+            size = engine.frozen_batch(len(self.samples)) if is_last and is_whole else 0
+            if size:
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
-            batches = [dataset._batches(source) for dataset, source in sources]
+            batches = [dataset._batches(source, size) for dataset, source in sources]
             for each in zip(*batches, strict=True):
                 read = [source.images_of(inputs) for (_, source), inputs in zip(sources, each, strict=True)]
                 with engine.accelerator.autocast():
@@ -263,18 +264,18 @@ class TorchDataset:
 
         return [(self, self._plain), (self._mirrored, self._mirrored._plain)], mean_of_both
 
-    def _batches(self, source: DeviceImages) -> Iterator[DeviceBatch]:
-        """Yield this rank's evaluation batches."""
-        for step in self._evaluation_steps(source):
+    def _batches(self, source: DeviceImages, size: int = 0) -> Iterator[DeviceBatch]:
+        """Yield this rank's evaluation batches, of at least `size` images."""
+        for step in self._evaluation_steps(source, size):
             inputs = step.read()
             step.table.advance()
             yield inputs
 
-    def _evaluation_steps(self, source: DeviceImages) -> Iterator[Step]:
+    def _evaluation_steps(self, source: DeviceImages, size: int = 0) -> Iterator[Step]:
         """Yield steps that are next in their table, as many on every rank: the last may be empty."""
         engine, world = self._engine, self._engine.world
         # The size is independent of the ranks, so predictions are bitwise independent of them.
-        size = min(engine.accelerator.evaluation_batch, engine.recipe.batch_size)
+        size = max(size, min(engine.accelerator.evaluation_batch, engine.recipe.batch_size))
         batches = list(evaluation_batches(len(source.samples), size))
         empty = Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0)
         own = (batches + [empty] * (-len(batches) % world.size))[world.rank :: world.size]

@@ -25,7 +25,7 @@ from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
 from flatout.engine.torch.state import Snapshot, TrainingState, WeightAverage
-from flatout.models.features import WORTHWHILE_PIXELS, frozen_network
+from flatout.models.features import BATCH_PIXELS, WORTHWHILE_PIXELS, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
@@ -358,6 +358,13 @@ class TorchEngine:
     def is_frozen_faster(self, count: int) -> bool:
         """Whether OpenVINO is worth its preparation for `count` images and a frozen network."""
         return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
+
+    def frozen_batch(self, count: int) -> int:
+        """Return the images per batch of a frozen network for `count` images, without padding; 0: as in evaluations."""
+        if not self.is_frozen_faster(count):
+            return 0
+        most = max(1, BATCH_PIXELS // math.prod(self.recipe.image_sides))
+        return math.ceil(count / math.ceil(count / most))
 
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
         """Return the output of the frozen prefix for a batch [B, C, H, W] of `count` images in total."""
