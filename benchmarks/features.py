@@ -195,7 +195,7 @@ def main() -> None:
     for name in args.only or MODELS:
         rows += [measure_decoding(name, args)] if args.decode else measure(name, args)
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    versions = about("flatout", "torch", "timm", "onnxruntime", "torchvision", "pillow")
+    versions = about("flatout", "torch", "timm", "openvino", "onnxruntime", "torchvision", "pillow")
     result = {**versions, "threads": args.threads, "image_size": SIZE, "rows": rows}
     write(result, args.out)
     print(json.dumps(result, indent=2))

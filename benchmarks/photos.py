@@ -25,7 +25,7 @@ from photo_files import read_photos, sha256, weights_file
 # What is compared, in the order of its runs; the name before the comma is the one for `--only`.
 SCRIPTS = {"script, lite0": "lite0", "script, lite2": "lite2"}
 METHODS = (*SCRIPTS, "fastai", "torch", "flatout")
-PACKAGES = ("flatout", "fastai", "torch", "torchvision", "timm", "scikit-learn", "onnxruntime")
+PACKAGES = ("flatout", "fastai", "torch", "torchvision", "timm", "scikit-learn", "openvino")
 KEYS = ("data", "minutes", "seed", "method")
 SUMMARY = ("model", "image_size", "epochs", "wall_seconds", "time_seconds")
 

@@ -1,6 +1,6 @@
 """Features, the input of a network's head: captured by hooks, and computed by OpenVINO on CPUs.
 
-That is two to nine times as fast as torch's eager mode (`benchmarks/features.py`).
+That is 1.2 to 4.8 times as fast as torch's eager mode (`benchmarks/features.py`).
 Shape letters: B batch, F features, C channels, H height, W width, K outputs.
 """
 
