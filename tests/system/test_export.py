@@ -1,6 +1,7 @@
 """Runs as ONNX files, which answer as the run does; nothing else is kept."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,16 @@ def test_wrong_input_is_explained(
     assert main(["export", str(run.path), *words]) == 2
     assert message in capsys.readouterr().err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken.onnx", "mine")]
+
+
+@pytest.mark.parametrize("missing", ["onnxscript", "onnxruntime"])
+def test_what_an_export_needs_is_named(
+    missing: str, run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["export", str(run.path), "--out", str(tmp_path / "model.onnx")]) == 2
+    assert "pip install 'flatout[onnx]'" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_runs_whose_data_has_moved_are_verified_on_other_data(

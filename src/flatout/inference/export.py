@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 from torch import nn
 
@@ -191,8 +190,10 @@ def quietly() -> Iterator[None]:
 
 def write_onnx(run: "Run", path: Path) -> Predict:
     """Write a run as an ONNX file, for images of any number, height and width; return a function that runs the file."""
-    if importlib.util.find_spec("onnxscript") is None:
-        raise InputError("ONNX files need onnxscript: pip install 'flatout[onnx]'")
+    if any(importlib.util.find_spec(name) is None for name in ("onnxscript", "onnxruntime")):
+        raise InputError("ONNX files need onnxscript and onnxruntime: pip install 'flatout[onnx]'")
+    import onnxruntime
+
     classifier = Classifier(run)
     size = sum(tensor.numel() * tensor.element_size() for tensor in classifier.state_dict().values())
     if size > MAX_BYTES:
