@@ -90,7 +90,7 @@ class TorchDataset:
         assert engine.cut is not None
         source, rows = split._plain, _Rows(len(self.samples), engine.world)
         network: Callable[[torch.Tensor], torch.Tensor] | None = None
-        for inputs in split._batches(source):
+        for inputs in split._batches(source, engine.frozen_batch(len(self.samples))):
             images = engine.input.of(source.images_of(inputs)).float()
             network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
             start, real = int(inputs.batch.samples[0]), inputs.batch.count
