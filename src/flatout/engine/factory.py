@@ -90,9 +90,9 @@ def choose_processes(
                 most, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
         chosen = Devices(kind="cuda", indices=devices.indices[:most])
         return Processes(devices=chosen, threads=cpu_threads(most), reason=f"--devices auto: using {chosen}{why}")
-    # OpenVINO uses all cores for features. On two cores, 5 minutes from a fitted head have 2 minutes of steps on the last
-    # layers: two processes take them 7 % faster, and lose 15 s with their start and end. The recipe that such a run
-    # writes repeats it, although it has no time budget.
+    # OpenVINO uses all cores for features. On two cores, 5 minutes from a fitted head have 2 minutes of steps on the
+    # last layers: two processes take them 7 % faster, and lose 15 s with their start and end. The recipe that such a
+    # run writes repeats it, although it has no time budget.
     is_fine_tuning = recipe.linear_probe and bool(recipe.freeze)
     if devices.kind != "cpu" or not work or is_fine_tuning or most == 1:
         return Processes(devices=devices, threads=cpu_threads())
