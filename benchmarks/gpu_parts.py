@@ -58,7 +58,8 @@ class Scale:
         warm_up_steps: after which cuDNN has chosen its algorithms and the step is recorded.
         matrix_size: of the largest product.
         copied_bytes: of a copy.
-        image_size, image_batches, image_count: side, batch sizes and number of the images of ResNet-50.
+        network: of part 5.
+        image_size, image_batches, image_count: side, batch sizes and number of its images.
         small_batch, small_images: batch size and number of images of the small networks.
         ways: to run a step.
         command: arguments of `flatout train fashion-mnist`.
@@ -69,6 +70,7 @@ class Scale:
     warm_up_steps: int
     matrix_size: int
     copied_bytes: int
+    network: str
     image_size: int
     image_batches: tuple[int, ...]
     image_count: int
@@ -84,6 +86,7 @@ FULL = Scale(
     warm_up_steps=12,
     matrix_size=8192,
     copied_bytes=1 << 28,
+    network="timm:resnet50",
     image_size=224,
     image_batches=(256, 512),
     image_count=4096,
@@ -96,6 +99,7 @@ REHEARSAL = Scale(
     warm_up_steps=5,
     matrix_size=256,
     copied_bytes=1 << 20,
+    network="timm:test_resnet",
     image_size=32,
     image_batches=(8, 16),
     image_count=32,
@@ -370,7 +374,7 @@ def fashion_step(results: "Results", scale: Scale, data: Path | None) -> None:
 def resnet50(results: "Results", scale: Scale, data: Path | None) -> None:
     """ResNet-50 in bfloat16: from each placement of the images, against one batch that stays on the device."""
     recipe = Recipe(
-        model="timm:resnet50",
+        model=scale.network,
         image_size=scale.image_size,
         epochs=1,
         batch_size=scale.image_batches[0],

@@ -21,6 +21,14 @@ SOURCES = ("runtime.cpp", "libraries.cpp", "driver.cpp")
 HEADERS = ("cuda.h", "cublasLt.h", "cudnn.h", "nccl.h")
 # What torch's libraries ask of others that the mock stands in for. Solvers, FFT and sparse products are NVIDIA's own.
 MOCKED = re.compile(r"(cuda|__cuda|cublas|cudnn|nccl|cu(?=[A-Z]))")
+# Of the rest, what succeeds by doing nothing or by creating a descriptor, and what computes.
+NOTHING = re.compile(
+    r"cuda(DeviceEnablePeerAccess|Profiler\w+|MemcpyToSymbol|StreamDestroy|FuncSetAttribute|KernelSetAttributeForDevice)"
+    r"|cublas(SetWorkspace_v2|SetSmCountTarget|Lt(MatmulDesc|MatrixLayout|MatmulPreference)(Destroy|SetAttribute))"
+    r"|cudnn(DestroyTensorDescriptor|SetTensorNdDescriptor|Backend(DestroyDescriptor|Finalize|SetAttribute))"
+    r"|nccl(CommFinalize|CommDeregister|GroupStart|GroupEnd|RedOpDestroy)"
+)
+CREATES = re.compile(r"cublasLt\w+Create|cudnnCreateTensorDescriptor")
 PRODUCT = re.compile(r"cublas[SDCZH]?(Gemm|gemm|gemv|dot|Dot)")
 
 
@@ -85,13 +93,17 @@ def _symbols(which: str, files: list[Path]) -> set[str]:
 
 
 def _stubs(names: list[str]) -> str:
-    """Return the source of functions that nobody wrote: matrix products are kernels, everything else fails."""
+    """Return the source of functions that nobody wrote: matrix products are kernels, what is not known fails."""
     lines = ['extern "C" {', "int mock_blas_kernel(void*, const char*);", "int mock_unsupported(const char*);"]
+    lines.append("int mock_create(void*);")
     for name in names:
         if PRODUCT.match(name):
             lines.append(f'int {name}(void* handle) {{ return mock_blas_kernel(handle, "{name}"); }}')
+        elif CREATES.fullmatch(name):
+            lines.append(f"int {name}(void* descriptor) {{ return mock_create(descriptor); }}")
         else:
-            lines.append(f'int {name}() {{ return mock_unsupported("{name}"); }}')
+            result = "0" if NOTHING.fullmatch(name) else f'mock_unsupported("{name}")'
+            lines.append(f"int {name}() {{ return {result}; }}")
     return "\n".join([*lines, "}", ""])
 
 

@@ -3,12 +3,14 @@
 A process must preload the mock before it starts, so scenarios are functions that `run` calls in a process of their own.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,23 @@ HOST = "127.0.0.1"
 SECONDS = 600
 
 
-def environment(*, gpus: int = 1, lazy: bool = False) -> dict[str, str]:
-    """Return that of a process with the mock; if `lazy`, work waits for synchronisation, as behind a slow GPU."""
+def environment(*, gpus: int = 1) -> dict[str, str]:
+    """Return that of a process with the mock."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     library = build()
     own = {"LD_PRELOAD": str(library), "MOCK_GPUS": str(gpus), "PYTHONPATH": os.pathsep.join(paths)}
     # Where Triton looks for the driver.
     own["TRITON_LIBCUDA_PATH"] = str(library.parent)
-    return {**os.environ, **own, **({"MOCK_LAZY": "1"} if lazy else {})}
+    return {**os.environ, **own}
 
 
-def run(module: str, name: str, *args: Any, ranks: int = 1, lazy: bool = False) -> Any:
+def run(module: str, name: str, *args: Any, ranks: int = 1) -> Any:
     """Return what a function of a module, whose last line calls `answer`, returns in a process with the mock.
 
     Arguments and result are those that JSON holds. Of several ranks, each with a device of its own, it is a list.
     """
     command = [sys.executable, "-W", "error::UserWarning", "-m", module, name, json.dumps(args)]
-    shared = environment(gpus=ranks, lazy=lazy)
+    shared = environment(gpus=ranks)
     store = serve_store(HOST, 0) if ranks > 1 else None
     processes = []
     for rank in range(ranks):
@@ -84,6 +86,14 @@ def counters() -> Counter[str]:
 
 def reset_counters() -> None:
     preloaded().mock_reset_counters()
+
+
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    """Work waits until the host synchronises, as behind a slow GPU."""
+    preloaded().mock_be_slow(True)
+    yield
+    preloaded().mock_be_slow(False)
 
 
 def allocate(nbytes: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.cuda_mock.device import preloaded
 from tests.engine.test_batch_norm import GPUKernels
@@ -56,8 +55,14 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self._computations: dict[int, Callable[[], None]] = {}
         self._errors: list[Exception] = []
+        self._library = preloaded()
         # The mock keeps the address of this callback.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_long)(self._compute)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled, and importing torch's compiler to say so takes seconds."""
+        return False
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -68,12 +73,14 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func in NO_KERNEL:
+            return result
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         is_view = all(tensor.untyped_storage().data_ptr() in memory for tensor in outputs)
         computes = not is_view or func._schema.is_mutable or func.namespace == "c10d"
-        if computes and func not in NO_KERNEL and any(tensor.is_cuda for tensor in inputs + outputs):
-            self._queue(func, *tree_map(_source, (args, kwargs)), [_on_host(tensor) for tensor in outputs])  # pyright: ignore[reportCallIssue]
+        if computes and any(tensor.is_cuda for tensor in inputs + outputs):
+            self._queue(func, _sources(args), _sources(kwargs), [_on_host(tensor) for tensor in outputs])
             if not all(tensor.is_cuda or tensor.is_pinned() for tensor in outputs):
                 torch.cuda.current_stream().synchronize()
         return result
@@ -92,7 +99,7 @@ class Kernels(TorchDispatchMode):
         number = len(self._computations) + 1
         self._computations[number] = compute
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        preloaded().mock_run(stream, self._callback, ctypes.c_long(number))
+        self._library.mock_run(stream, self._callback, ctypes.c_long(number))
 
     def _compute(self, number: int) -> None:
         try:
@@ -101,17 +108,23 @@ class Kernels(TorchDispatchMode):
             self._errors.append(error)
 
 
+# Recursions of their own: those of torch.utils._pytree take longer than the kernels.
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"]
+    if isinstance(tree, torch.Tensor):
+        return [] if tree.is_meta else [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for branch in branches for tensor in _tensors(branch)]
 
 
-def _source(leaf: Any) -> Any:
-    """Return what a CPU kernel takes in place of an argument; pageable memory is read when a call is issued."""
-    if isinstance(leaf, torch.device):
-        return torch.device("cpu")
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return _on_host(leaf) if leaf.is_cuda or leaf.is_pinned() else leaf.clone()
+def _sources(tree: Any) -> Any:
+    """Return what a CPU kernel takes in place of arguments; pageable memory is read when a call is issued."""
+    if isinstance(tree, torch.Tensor):
+        return _on_host(tree) if tree.is_cuda or tree.is_pinned() else tree.clone()
+    if isinstance(tree, dict):
+        return {name: _sources(branch) for name, branch in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(_sources, tree))
+    return torch.device("cpu") if isinstance(tree, torch.device) else tree
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 // the rules of stream capture are those of the driver: https://docs.nvidia.com/cuda/cuda-runtime-api.
 //
 // A queue holds the work of all streams in the order in which it was issued, which is one of the orders that streams
-// allow. With MOCK_LAZY, work waits there until the host synchronises, as behind a slow GPU; otherwise it runs at once.
+// allow. While the device is slow, work waits there until the host synchronises; otherwise it runs at once.
 #include "mock.hpp"
 
 #include <cxxabi.h>
@@ -115,10 +115,7 @@ cudaError_t check_safe(const char* call) {
 std::deque<Work> pending;
 long issued = 0, finished = 0;
 
-bool is_lazy() {
-  static const bool lazy = std::getenv("MOCK_LAZY");
-  return lazy;
-}
+bool is_slow = false;
 
 // Run the work issued before a position.
 void finish(long position) {
@@ -150,7 +147,7 @@ void issue(Work work) {
   {
     Lock lock(state);
     ++issued;
-    if (is_lazy()) {
+    if (is_slow) {
       pending.push_back(std::move(work));
       return;
     }
@@ -320,6 +317,12 @@ void mock_reset_counters() {
   counters.clear();
 }
 
+void mock_be_slow(bool slow) {
+  finish_all();
+  Lock lock(state);
+  is_slow = slow;
+}
+
 // Write every operation and illegal call to a file from now on; an empty path ends that.
 void mock_trace(const char* path) {
   Lock lock(state);
@@ -417,8 +420,6 @@ cudaError_t cudaDeviceCanAccessPeer(int* can_access, int, int) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
@@ -451,9 +452,6 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 
 const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
-
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
@@ -539,8 +537,6 @@ cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
   return cudaMemsetAsync(pointer, value, bytes, nullptr);
 }
 
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
-
 cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
   static char block[1 << 16];
   *pointer = block;
@@ -559,7 +555,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   *priority = 0;
@@ -830,9 +825,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->maxDynamicSharedSizeBytes = 227 << 10;
   return cudaSuccess;
 }
-
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
   *blocks = 2;

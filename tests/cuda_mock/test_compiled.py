@@ -50,6 +50,8 @@ def test_a_compiled_step_is_recorded_and_its_kernels_spill_nothing(
     inductor, triton = tmp_path / "inductor", tmp_path / "triton"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(triton))
+    # Processes that compile would import torch first, which takes longer.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     found = device.run("tests.cuda_mock.scenarios", "compiled")
     assert found["eager"]["notes"] == found["compiled"]["notes"] == [RECORDED]
     check_recorded(found["compiled"])

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,9 +14,6 @@ from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 
 SIMULATED = 8
-# Eight devices show the most; every case is compiled, which takes seconds.
-XLA = (pytest.param("xla 1", marks=pytest.mark.slow), "xla 8")
-ENGINES = ("torch", *XLA)
 
 
 def make_engine(name: str, net: nn.Module, recipe: Recipe, *, world: World | None = None, **options: Any) -> Engine:

@@ -14,13 +14,7 @@ from flatout.distributed.world import World
 from flatout.utils import random
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import (
-    assert_close,
-    engine_weights,
-    make_net,
-    make_recipe,
-    make_samples,
-)
+from tests.engine.test_against_plain_loop import assert_close, engine_weights, make_net, make_recipe, make_samples
 
 BLOCKS = {"data.order": "blocks", "data.placement": "disk", "optimizer.lr": 0.05}
 

@@ -15,7 +15,7 @@ from flatout.train.progress import Progress
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
-from tests.engine.test_against_plain_loop import assert_close, make_net, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import assert_close, make_recipe, make_samples, small_net
 
 LABEL_MEAN, LABEL_STD = 30.0, 8.0
 SEVERAL = {"task": "multi-label", "loss": "binary-cross-entropy", "optimizer.lr": 0.3}
@@ -28,9 +28,6 @@ CASES = {
     "huber": {**NUMBERS, "loss": "huber"},
 }
 
-# Every case is compiled for the XLA engine, which takes seconds.
-QUICK = ("several labels, balanced", "mse, mixed")
-
 
 def samples_of(recipe: Recipe, count: int = 70) -> Split:
     """Return noise with labels of the recipe's task."""
@@ -41,7 +38,7 @@ def samples_of(recipe: Recipe, count: int = 70) -> Split:
 
 
 def net_of(recipe: Recipe) -> torch.nn.Module:
-    return make_net(classes=1 if recipe.task == "regression" else 5)
+    return small_net(classes=1 if recipe.task == "regression" else 5)
 
 
 def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dict[str, Any]:
@@ -63,10 +60,8 @@ def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dic
     }
 
 
-COMPILED = [pytest.param("xla 8", name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
-
-
-@pytest.mark.parametrize(("engine", "case"), [*[("torch", name) for name in CASES], *COMPILED])
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+@pytest.mark.parametrize("case", CASES)
 def test_equals_a_plain_loop(engine: str, case: str) -> None:
     recipe = make_recipe(**CASES[case])
     found, samples = trained(World(), CASES[case], engine), samples_of(recipe)

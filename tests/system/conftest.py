@@ -36,6 +36,12 @@ def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Options.__init__, "__kwdefaults__", {**(Options.__init__.__kwdefaults__ or {}), "report": False})
 
 
+def draw_small_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Write blank pictures, as drawing takes seconds; the report stays as it is."""
+    for name in ("draw_curves", "draw_predictions", "draw_answers"):
+        patch.setattr(f"flatout.report.pictures.{name}", lambda path, *_: Image.new("L", (3, 2)).save(path))
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and report, which take longer than a small run."""

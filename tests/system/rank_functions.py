@@ -3,6 +3,7 @@
 This module imports no torch, which would be most of what a rank costs. Functions that need it import it themselves.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -113,26 +114,25 @@ def refuse_on_one(console: Console) -> None:
     time.sleep(1000)
 
 
-def stay_behind(console: Console, world: "World", how: str) -> None:
-    """Let the other rank wait for the second one."""
+def stay_behind(world: "World") -> None:
+    """Let the first rank wait for the second one."""
     import torch
 
-    world.watch.report_step(0, 5)
     if world.rank == 1:
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1000)
     world.all_reduce(torch.ones(3))
 
 
-def prepare_long(console: Console, world: "World") -> str:
-    """Let the other rank wait in a collective of objects, before and after the first step."""
+def prepare_long_and_stay_behind(console: Console, world: "World") -> None:
+    """Let the second rank wait in collectives of objects, before and after the first step; then the first rank."""
     world.barrier()
     if world.is_main:
         time.sleep(2.5)
     world.barrier()
     world.watch.report_step(0, 1)
-    return world.from_main(lambda: time.sleep(2.5) or "done")
+    assert world.from_main(lambda: time.sleep(2.5) or "done") == "done"
+    world.watch.report_step(0, 5)
+    stay_behind(world)
 
 
 def stop_soon_after(console: Console) -> None:
@@ -141,7 +141,11 @@ def stop_soon_after(console: Console) -> None:
     from flatout.engine.factory import join
 
     module._MARGIN_SECONDS = 1.0
-    stay_behind(console, join("2xcpu", hang_timeout=1.0), "stop")
+    world = join("2xcpu", hang_timeout=1.0)
+    world.watch.report_step(0, 5)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    stay_behind(world)
 
 
 def meet_until_told(console: Console, world: "World", folder: Path) -> None:
@@ -195,29 +199,24 @@ def ignore_signals(console: Console, folder: Path) -> None:
 # --- several hosts ----------------------------------------------------------------------------------------------------
 
 
-def count(console: Console) -> dict[str, Any]:
-    """Add up over all ranks; return the sum, where this rank is, and the addresses that listen in its processes."""
+def count_and_die(console: Console, folder: Path) -> None:
+    """Write the sum over all ranks, where this rank is, and the addresses that listen in its processes; the last dies.
+
+    Names of files are those of ranks.
+    """
     import torch
 
     from flatout.engine.factory import join
 
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
     world = join(f"{os.environ['LOCAL_WORLD_SIZE']}xcpu")
     total = int(world.all_reduce(torch.tensor(world.rank + 1)))
     processes = [psutil.Process(), psutil.Process(os.getppid())]
-    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+    listening = sorted({c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"})
+    found = {"sum": total, "listening": listening, **{name: os.environ[name] for name in names}}
+    (folder / os.environ[RANK]).write_text(json.dumps(found))
     world.barrier()
-    world.leave()
-    return {"sum": total, "listening": listening, **{name: os.environ[name] for name in names}}
-
-
-def die_on_the_second_host(console: Console) -> None:
-    import torch
-
-    from flatout.engine.factory import join
-
-    world = join("cpu")
     step(3)
-    if world.rank == 1:
+    if world.rank == world.size - 1:
         os._exit(7)
     world.all_reduce(torch.ones(1))

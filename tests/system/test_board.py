@@ -162,15 +162,11 @@ def test_a_run_writes_figures_within_epochs(tmp_path: Path, monkeypatch: pytest.
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/api/runs", "/", "/static/main.js", "/?token=wrong", "/api/report"])
-def test_nothing_without_the_token(store: RunStore, path: str) -> None:
+def test_strangers_other_hosts_and_other_sites_are_refused(store: RunStore, client: TestClient) -> None:
     with TestClient(board.make_app(store, TOKEN), base_url=HOST) as stranger:
-        answer = stranger.get(path, headers={"cookie": "x=y"})
-    assert answer.status_code == 403
-    assert "token" in answer.text
-
-
-def test_other_hosts_and_sites_are_refused(client: TestClient) -> None:
+        for path in ("/api/runs", "/", "/static/main.js", "/?token=wrong", "/api/report"):
+            answer = stranger.get(path, headers={"cookie": "x=y"})
+            assert (answer.status_code, "token" in answer.text) == (403, True), path
     for value, status in {"cross-site": 403, "same-site": 403, "same-origin": 200, "none": 200}.items():
         assert client.get("/api/runs", headers={"sec-fetch-site": value}).status_code == status
     assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 400
@@ -206,10 +202,9 @@ def test_a_wrong_request_gets_a_message(client: TestClient) -> None:
 
 def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["board", str(tmp_path / "file")]) == 2
-    assert "is a file" in capsys.readouterr().err
-    assert main(["board", str(tmp_path), "--port", "70000"]) == 2
-    assert "must be from 0 to 65535" in capsys.readouterr().err
+    for words, message in ((["file"], "is a file"), ([".", "--port", "70000"], "must be from 0 to 65535")):
+        assert main(["board", str(tmp_path / words[0]), *words[1:]]) == 2
+        assert message in capsys.readouterr().err
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

@@ -4,19 +4,19 @@ import importlib.util
 import json
 import os
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from sklearn.metrics import cohen_kappa_score
+from torch import nn
 
 import flatout
 from flatout.cli.main import main
 from tests.system.run_files import grey_levels
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
 pytestmark = pytest.mark.usefixtures("one_picture_in_module")
 
 
@@ -49,24 +49,20 @@ class Recorder(flatout.Callback):
 
 
 def fit(out: Path, *callbacks: Any, **changes: Any) -> flatout.Run:
-    settings = {"epochs": 3, "batch_size": 32, "devices": "cpu", "quiet": True, "model": "parallel-cnn"}
-    return flatout.fit(data=grey_levels(96), out=out, callbacks=callbacks, **settings | changes)
+    usual: dict[str, Any] = {"data": grey_levels(96), "model": "parallel-cnn", "epochs": 3, "batch_size": 32}
+    return flatout.fit(
+        out=out, callbacks=callbacks, devices=changes.pop("devices", "cpu"), quiet=True, **usual | changes
+    )
 
 
-def test_the_methods_are_called_with_what_the_run_folder_has(tmp_path: Path) -> None:
-    recorder = Recorder()
-    run = fit(tmp_path / "run", recorder)
-    assert recorder.order == ["start", 1, 2, 3, "end"]
+def test_the_methods_are_called_with_what_the_run_folder_has_and_may_end_training(tmp_path: Path) -> None:
+    recorder, other = Recorder(end_after=2), Recorder()
+    run = fit(tmp_path / "run", recorder, other)
+    assert recorder.order == other.order == ["start", 1, 2, "end"]
     assert recorder.path == run.path
     assert recorder.calls[0][1:] == (0, run.classes, "cpu", 3, run.summary["parameters"])
     assert [{"epoch": epoch, **metrics} for _, epoch, metrics in recorder.calls[1:-1]] == run.epochs
     assert recorder.calls[-1][1] == run.summary
-
-
-def test_a_callback_ends_training(tmp_path: Path) -> None:
-    recorder, other = Recorder(end_after=2), Recorder()
-    run = fit(tmp_path / "run", recorder, other)
-    assert recorder.order == other.order == ["start", 1, 2, "end"]
     assert run.summary["stopped"] == "Recorder.on_epoch_end ended training"
     whole = fit(tmp_path / "whole", Recorder(end_after=1), epochs=1)
     assert whole.summary["stopped"] is None, "nothing was left to do"
@@ -74,9 +70,8 @@ def test_a_callback_ends_training(tmp_path: Path) -> None:
 
 def test_an_exception_ends_the_run_and_keeps_what_was_trained(tmp_path: Path) -> None:
     broken, other = Recorder(fail_in="epoch"), Recorder()
-    with pytest.raises(
-        flatout.TrainingFailed, match=r"callback Recorder.on_epoch_end raised .*no epoch here"
-    ) as raised:
+    message = r"callback Recorder.on_epoch_end raised .*no epoch here"
+    with pytest.raises(flatout.TrainingFailed, match=message) as raised:
         fit(tmp_path / "run", broken, other)
     assert __file__ in str(raised.value)
     assert isinstance(raised.value.__cause__, ValueError)
@@ -98,12 +93,26 @@ def test_an_exception_before_or_after_training(where: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_calls_and_the_attributes_come_back(no_pictures: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_pictures")
+def test_functions_reach_two_processes_and_the_attributes_come_back(tmp_path: Path) -> None:
     class Local(Recorder):
-        """Of no module: it travels as its code."""
+        """Of no module, as the functions: they travel as their code."""
 
     recorder = Local()
-    run = fit(tmp_path / "run", recorder, devices="2xcpu")
+    own: dict[str, Any] = {
+        "loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none"),
+        "metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)},
+        "transform": lambda image: image.flip(-1),
+        # With too much noise to know the class always.
+        "data": grey_levels(noise=120, step=45),
+        "augment": None,
+        "seed": 3,
+    }
+    run, alone = fit(tmp_path / "run", recorder, **own, devices="2xcpu"), fit(tmp_path / "alone", **own)
+    assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)
+    with np.load(run.path / "predictions.npz") as saved:
+        expected = cohen_kappa_score(saved["labels"], saved["predicted"])
+    assert run.summary["test_kappa"] == pytest.approx(expected)
     assert recorder.order == ["start", 1, 2, 3, "end"]
     assert recorder.process != os.getpid()
     assert recorder.calls[0][3] == run.summary["devices"] == "2xcpu"
@@ -139,14 +148,13 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     assert f"needs the package {name}: pip install 'flatout[{name}]'" in capsys.readouterr().err
 
 
-@pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Return a function that runs an example in a folder of its own, and returns its variables."""
+def example(name: str) -> dict[str, Any]:
+    """Run an example in this folder; return its variables."""
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_the_example_of_a_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return lambda name: runpy.run_path(str(EXAMPLES / name))
-
-
-def test_the_example_of_a_callback(example: Callable[[str], dict[str, Any]]) -> None:
     values = example("callback.py")
     assert values["run"].summary["stopped"] == "StopAt.on_epoch_end ended training"
     assert values["run"].summary["valid_accuracy"] >= values["stop"].accuracy
@@ -154,8 +162,9 @@ def test_the_example_of_a_callback(example: Callable[[str], dict[str, Any]]) -> 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard(example: Callable[[str], dict[str, Any]]) -> None:
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="needs flatout[tensorboard]")
+    monkeypatch.chdir(tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = example("track_tensorboard.py")["run"]
@@ -171,8 +180,9 @@ def test_tensorboard(example: Callable[[str], dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_weights_and_biases(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs flatout[wandb]")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = example("track_wandb.py")["run"]

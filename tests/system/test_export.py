@@ -1,5 +1,7 @@
 """Runs as ONNX files, which answer as the run does; nothing else is kept."""
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -65,11 +67,19 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
 
 @pytest.fixture(scope="module")
 def exported(run: flatout.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the ONNX file of the run."""
-    out = tmp_path_factory.mktemp("exports") / "model.onnx"
-    done = run.export(out)
-    assert done.equal_labels == 1.0
-    assert done.bytes == out.stat().st_size
+    """Return the ONNX file of the run, whose data has moved: it was verified on other data."""
+    out, data = tmp_path_factory.mktemp("exports") / "model.onnx", Path(run.recipe.data.path)
+    moved = data.rename(data.with_name("moved.npz"))
+    try:
+        with pytest.raises(flatout.InputError, match="verify on other images with --data PATH"):
+            run.export(out)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            words = ["--out", str(out), "--format", "onnx", "--data", str(moved), "--json"]
+            assert main(["export", str(run.path), *words]) == 0
+    finally:
+        moved.rename(data)
+    found = json.loads(printed.getvalue())
+    assert [found[key] for key in ("split", "images", "equal_labels", "bytes")] == ["all", 300, 1.0, out.stat().st_size]
     assert [path.name for path in out.parent.iterdir()] == ["model.onnx"]
     return out
 
@@ -92,50 +102,24 @@ def test_an_onnx_file_takes_images_of_any_size_and_describes_itself(run: flatout
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "taken.onnx"], "taken.onnx: exists"),
-        (["--out", "model.pt2"], "model.pt2: must end in .onnx"),
-        (["--out", "model.onnx", "--format", "exported"], "--format exported: the only format is onnx"),
-        (["--out", "model.onnx", "--data", "nowhere"], "nowhere"),
+        (["taken.onnx"], "taken.onnx: exists"),
+        (["model.pt2"], "model.pt2: must end in .onnx"),
+        (["model.onnx", "--format", "exported"], "--format exported: the only format is onnx"),
+        (["model.onnx", "--data", "nowhere"], "nowhere"),
+        (["without onnxscript.onnx"], "pip install 'flatout[onnx]'"),
+        (["without onnxruntime.onnx"], "pip install 'flatout[onnx]'"),
     ],
 )
-def test_wrong_input_is_explained(
-    words: list[str],
-    message: str,
-    run: flatout.Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_is_wrong_or_missing_is_named(
+    words: list[str], message: str, run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if words[0].startswith("without "):
+        monkeypatch.setitem(sys.modules, Path(words[0]).stem.split()[1], None)
     Path("taken.onnx").write_text("mine")
-    assert main(["export", str(run.path), *words]) == 2
+    assert main(["export", str(run.path), "--out", *words]) == 2
     assert message in capsys.readouterr().err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken.onnx", "mine")]
-
-
-@pytest.mark.parametrize("missing", ["onnxscript", "onnxruntime"])
-def test_what_an_export_needs_is_named(
-    missing: str, run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    assert main(["export", str(run.path), "--out", str(tmp_path / "model.onnx")]) == 2
-    assert "pip install 'flatout[onnx]'" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
-
-
-def test_runs_whose_data_has_moved_are_verified_on_other_data(
-    run: flatout.Run, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moved = digits.rename(digits.with_name("moved.npz"))
-    try:
-        words = ["export", str(run.path), "--out", str(tmp_path / "model.onnx"), "--format", "onnx"]
-        assert main(words) == 2
-        assert "verify on other images with --data PATH" in capsys.readouterr().err
-        assert main([*words, "--data", str(moved), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["split"], found["images"], found["equal_labels"]) == ("all", 300, 1.0)
-    finally:
-        moved.rename(digits)
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
@@ -176,14 +160,9 @@ class Net(nn.Module):
     [
         ("noise", r"\d+ of 30 test images.*% equal.*no file was kept"),
         ("branch", "Net cannot be exported .*must not depend on values"),
-        ("large", "ONNX file holds at most 2 GB"),
     ],
 )
-def test_what_cannot_be_exported_leaves_nothing(
-    odd: str, message: str, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if odd == "large":
-        monkeypatch.setattr(export, "MAX_BYTES", 1_000)
+def test_what_cannot_be_exported_leaves_nothing(odd: str, message: str, digits: Path, tmp_path: Path) -> None:
     net = Net(odd)
     flatout.fit(net, digits, out=tmp_path / "run", **USUAL)
     (tmp_path / "exports").mkdir()
@@ -192,9 +171,16 @@ def test_what_cannot_be_exported_leaves_nothing(
     assert not list((tmp_path / "exports").iterdir())
 
 
+def test_a_large_file_is_refused(run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MAX_BYTES", 1_000)
+    with pytest.raises(flatout.InputError, match="ONNX file holds at most 2 GB"):
+        run.export(tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 # --- every network, every kind of run ---------------------------------------------------------------------------------
 
-# Each run differs from others in all that its name says; no two of these have anything to do with each other.
+# What is in one name has nothing to do with each other.
 KINDS: dict[str, dict[str, Any]] = {
     "several labels, 16 bits, padded": {
         "labels": lambda y: np.eye(5, dtype=np.uint8)[:, :4][y] | np.eye(4, dtype=np.uint8)[(y + 1) % 4],
@@ -202,32 +188,37 @@ KINDS: dict[str, dict[str, Any]] = {
         "shape": (20, 34),
         "resize": "pad",
     },
-    "numbers, six channels": {"labels": lambda y: y * 1.5 + 20, "channels": 6},
-    "one logit, cropped": {
+    "one logit, cropped, folds": {
         "labels": lambda y: y // 2,
         "loss": "binary-cross-entropy",
         "shape": (34, 20),
         "image_size": (16, 20),
         "resize": "crop",
         "stored_size": (24, 30),
+        "folds": 2,
     },
-    "folds": {"folds": 2},
-    "many layers, views": {"model": "fast-cnn-16", "epochs": 1, "tta": True},
-    "a residual network of timm's": {"model": "timm:test_resnet", "epochs": 1, "channels": 3},
-    "a transformer": {"model": "timm:test_vit", "epochs": 1, "channels": 3, "shape": (160, 160), "image_size": 160},
+    "many layers, views": {"model": "fast-cnn-16", "tta": True},
+    "numbers, six channels, a residual network of timm's": {
+        "labels": lambda y: y * 1.5 + 20,
+        "model": "timm:test_resnet",
+        "channels": 6,
+    },
+    "a transformer": {"model": "timm:test_vit", "channels": 3, "shape": (64, 64), "image_size": 64},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_exported(kind: str, tmp_path: Path) -> None:
-    options = {"image_size": 20, **KINDS[kind]}
+    options = {"image_size": 20, "epochs": 1, **KINDS[kind]}
     shape, channels, bits = (options.pop(n, d) for n, d in (("shape", (20, 20)), ("channels", 1), ("bits", 8)))
-    images, classes = patterns(200, shape, channels, bits)
+    images, classes = patterns(100, shape, channels, bits)
     data = saved(tmp_path / "data.npz", images, options.pop("labels", lambda y: y)(classes))
     run = flatout.fit(
         options.pop("model", "parallel-cnn"), data, out=tmp_path / "run", channels=channels, **USUAL | options
     )
     done = run.export(tmp_path / "model.onnx")
+    # Folds have no test images.
+    assert done.split == ("valid" if "folds" in options else "test")
     assert (done.equal_labels, done.largest_difference < 1e-3) == (1.0, True)
     assert_same_answers(run, tmp_path / "model.onnx", images[:8].repeat(3, axis=1).repeat(3, axis=2))

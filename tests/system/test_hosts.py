@@ -1,5 +1,6 @@
 """Several hosts: launchers on one machine, whole runs in network namespaces joined by a cable, torchrun and Slurm."""
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from flatout.cli.main import main
-from flatout.distributed.environment import Hosts
+from flatout.distributed.environment import Hosts, Launched, launched
 from flatout.utils.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually
@@ -31,37 +32,29 @@ def host(port: int, nodes: str = "2", address: str = "127.0.0.1", timeout: float
     return Hosts(nodes=nodes, rendezvous=f"{address}:{port}", timeout=timeout)
 
 
-def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: tuple[int, ...] = (1, 1)) -> list[Any]:
-    """Run hosts side by side, each in a thread, and return their answers or errors."""
+def run_hosts(function: Callable[..., Any], *args: Any, hosts: list[Hosts], sizes: tuple[int, ...]) -> list[Exception]:
+    """Run hosts side by side, each in a thread, until they fail; return their errors."""
 
-    def go(host: Hosts, size: int) -> Any:
-        try:
-            return run(function, names=["cpu"] * size, hosts=host)
-        except Exception as error:
-            return error
+    def go(host: Hosts, size: int) -> Exception:
+        with pytest.raises((InputError, TrainingFailed)) as raised:
+            run(function, *args, names=["cpu"] * size, hosts=host)
+        return raised.value
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(go, hosts, sizes, timeout=START_SECONDS + END_SECONDS))
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_two_hosts_of_different_size_are_one_run() -> None:
-    answers = run_hosts(ranks.count, [host(free_port())] * 2, (2, 1))
-    first, second = sorted(answers, key=lambda answer: answer["RANK"])
+def test_two_hosts_of_different_size_are_one_run_and_a_lost_rank_is_named_on_both(tmp_path: Path) -> None:
+    errors = run_hosts(ranks.count_and_die, tmp_path, hosts=[host(free_port())] * 2, sizes=(2, 1))
+    answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     # Either host may be the first.
-    shown = {key: first[key] for key in ("sum", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    assert shown == {"sum": 6, "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    assert second == {**first, "RANK": second["RANK"], "listening": second["listening"]}
-    assert (first["RANK"], second["RANK"]) in (("0", "1"), ("0", "2"))
-    assert {"127.0.0.1"} == first["listening"] | second["listening"]
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_a_rank_lost_on_another_host_is_named_on_both() -> None:
-    errors = run_hosts(ranks.die_on_the_second_host, [host(free_port())] * 2)
+    assert [answer.pop("LOCAL_RANK") for answer in answers] in (["0", "1", "0"], ["0", "0", "1"])
+    assert {address for answer in answers for address in answer.pop("listening")} == {"127.0.0.1"}
+    assert answers == [{"sum": 6, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}] * 3
     assert all(isinstance(error, TrainingFailed) for error in errors), errors
-    said = r"rank 1 .*ended with exit code 7 in epoch 1, step 3"
-    own, told = sorted(errors, key=lambda error: not str(error).startswith("rank 1"))
+    said = r"rank 2 .*ended with exit code 7 in epoch 1, step 3"
+    own, told = sorted(errors, key=lambda error: not str(error).startswith("rank 2"))
     assert re.match(said, str(own))
     assert re.match(rf"{re.escape(socket.gethostname())}: {said}", str(told))
 
@@ -73,7 +66,7 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
         run(ranks.do_nothing, hosts=host(port, address="192.0.2.1", timeout=1.0))
     with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: only 1 of 2 hosts came in 1 s"):
         run(ranks.do_nothing, hosts=host(port, timeout=1.0))
-    errors = run_hosts(ranks.do_nothing, [host(port, nodes="3"), host(port)])
+    errors = run_hosts(ranks.do_nothing, hosts=[host(port, nodes="3"), host(port)], sizes=(1, 1))
     assert all(isinstance(error, InputError) and "hosts disagree" in str(error) for error in errors), errors
 
 
@@ -266,35 +259,36 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_ranks_of_other_launchers_give_the_answer_of_one_process(launcher: str, alone: Path, tmp_path: Path) -> None:
-    """Slurm's tasks by the variables of srun."""
+def test_ranks_of_torchrun_give_the_answer_of_one_process(alone: Path, tmp_path: Path) -> None:
     train = [*TRAIN, "--data", str(alone.parent / "digits.npz"), "--devices", "2xcpu", "--out", str(tmp_path / "run")]
-    command, environments = [*FLATOUT, *train], [os.environ.copy()]
-    if launcher == "torchrun":
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-        command = [sys.executable, *torchrun, *command]
-    else:
-        step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-        step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **os.environ}
-        environments = [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    processes = [start_process(command, env=env) for env in environments]
-    said = outputs(processes)
-    assert {process.returncode for process in processes} == {0}, "\n".join(said)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    process = start_process([sys.executable, *torchrun, *FLATOUT, *train])
+    (said,) = outputs([process])
+    assert process.returncode == 0, said
     assert_same_answer(tmp_path / "run", alone)
     assert {log.name for log in (tmp_path / "run" / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
-    assert "".join(said).count("epoch 1/1") == 1, "one rank speaks"
+    assert said.count("epoch 1/1") == 1, "one rank speaks"
+
+
+@pytest.mark.parametrize("place", [{"SLURM_NTASKS_PER_NODE": "2"}, {"SLURM_NNODES": "2"}, {}])
+def test_the_tasks_of_srun_are_ranks(place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    for name, value in {**task, **place, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    expected = Launched(rank=3, size=4, local_rank=1, local_size=2 if place else 4, address="10.0.0.1", port=29500)
+    assert launched() == expected
 
 
 @pytest.mark.slow
 def test_hosts_with_different_data_are_told_apart(alone: Path, tmp_path: Path) -> None:
-    """Each rank is a host of its own. Different recipes: `test_other_ranks_and_other_recipes_are_refused`."""
+    """Tasks of srun, one on each host. Different recipes: `test_other_ranks_and_other_recipes_are_refused`."""
     with np.load(alone.parent / "digits.npz") as arrays:
         np.savez(tmp_path / "digits.npz", images=arrays["images"], labels=arrays["labels"][::-1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}
+    step |= {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     train = [*FLATOUT, *TRAIN, "--devices", "cpu", "--out", str(tmp_path / "run")]
-    folders = {"0": alone.parent, "1": tmp_path}
-    processes = [start_process(train, cwd=folder, env=shared | {"RANK": rank}) for rank, folder in folders.items()]
+    tasks = {"0": alone.parent, "1": tmp_path}
+    processes = [start_process(train, cwd=folder, env=step | {"SLURM_PROCID": rank}) for rank, folder in tasks.items()]
     said = outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
     assert "data images and labels" in said[0]

@@ -16,7 +16,7 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import EpochRecord, Progress
 from flatout.utils.run_files import read_run
-from tests.system.run_files import metrics, summary, weights
+from tests.system.run_files import metrics, summary, weights, write_digits
 
 
 class Scripted(torch.nn.Module):
@@ -63,9 +63,12 @@ def test_the_best_epoch_goes_by_balanced_accuracy_where_the_loss_is_balanced(
 
 @pytest.mark.usefixtures("no_pictures")
 def test_early_stopping_and_plateau(tmp_path: Path) -> None:
-    out = tmp_path / "run"
+    out, data = tmp_path / "run", tmp_path / "some.npz"
+    with np.load(write_digits(tmp_path / "digits.npz")) as digits:
+        np.savez(data, images=digits["images"][:600], labels=digits["labels"][:600])
     changes = ["--set", "early_stopping=2", "--set", "schedule.name=plateau", "--set", "schedule.patience=0"]
-    assert main(["train", "digits", "--lr", "0.02", *changes, "--devices", "cpu", "--out", str(out)]) == 0
+    changes += ["--data", str(data), "--lr", "0.02", "--devices", "cpu"]
+    assert main(["train", "digits", *changes, "--out", str(out)]) == 0
     figures = summary(out)
     assert figures["epochs_trained"] < 30
     assert "early stopping" in figures["stopped"]

@@ -6,8 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from flatout.engine.factory import run_on_devices
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks
-from tests.system.conftest import END_SECONDS, START_SECONDS, eventually, is_alive
+from tests.system.conftest import START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run
 from tests.system.run_files import metrics, weights, write_digits
 
@@ -44,14 +44,6 @@ def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Pa
         assert "said before the log\n" in log
         assert "written past Python\n" in log
     assert ["before the start" in log for log in logs] == [True, False]
-
-
-def test_it_works_beside_the_main_thread() -> None:
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(run(ranks.do_nothing)))
-    thread.start()
-    thread.join(START_SECONDS)
-    assert result == [None]
 
 
 # --- ranks that do not go on ------------------------------------------------------------------------------------------
@@ -79,12 +71,11 @@ def test_a_lost_rank_ends_the_run_and_is_named(how: str, said: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_rank_without_progress_is_named_and_its_stack_is_shown() -> None:
+    """A long set-up and a wait for the work of the first rank before that do not count as a hang."""
     options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console(), "threads": 1}
-    with pytest.raises(TrainingFailed, match=r"rank 1 .*made no progress for 0:00:02 h in epoch 1, step 5") as caught:
-        run_on_devices(ranks.stay_behind, ("hang",), hang_timeout=2.0, **options)
+    with pytest.raises(TrainingFailed, match=r"rank 1 .*made no progress for 0:00:01 h in epoch 1, step 5") as caught:
+        run_on_devices(ranks.prepare_long_and_stay_behind, (), hang_timeout=1.0, **options)
     assert re.search(r'File ".*rank_functions.py", line \d+ in stay_behind', str(caught.value))
-    # A long set-up and a wait for the work of the first rank do not count as a hang.
-    assert run_on_devices(ranks.prepare_long, (), hang_timeout=1.0, **options) == "done"
 
 
 @pytest.mark.slow
@@ -142,51 +133,52 @@ import sys
 from pathlib import Path
 from tests.system import rank_functions as ranks
 
-ranks.run(getattr(ranks, sys.argv[1]), Path(sys.argv[2]))
+ranks.run(ranks.stay, Path(sys.argv[1]))
 """
 
 
-class Launcher:
-    """A process that launches two ranks, which call a function with a folder and announce themselves there."""
-
-    def __init__(self, function: Callable[..., None], folder: Path) -> None:
-        command = [sys.executable, "-c", LAUNCHER, function.__name__, str(folder)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        files = [folder / f"pid-{rank}" for rank in (0, 1)]
-        assert eventually(lambda: all(f.exists() and f.read_text() for f in files), START_SECONDS)
-        self.ranks = [int(f.read_text()) for f in files]
-
-    def error(self) -> str:
-        """Return the last line on standard error once the process has ended."""
-        return self.process.communicate(timeout=END_SECONDS)[1].splitlines()[-1]
+def announced(folder: Path) -> list[int]:
+    """Return the processes of two ranks once they have announced themselves in a folder."""
+    files = [folder / f"pid-{rank}" for rank in (0, 1)]
+    eventually(lambda: all(f.exists() and f.read_text() for f in files), START_SECONDS)
+    return [int(f.read_text()) for f in files]
 
 
 @pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    launcher = Launcher(ranks.stay, tmp_path)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)])
+    pids = announced(tmp_path)
     # A stopped rank cannot see for itself that the launcher is gone.
-    os.kill(launcher.ranks[0], signal.SIGSTOP)
-    launcher.process.kill()
-    launcher.process.communicate()
-    assert eventually(lambda: not any(map(is_alive, launcher.ranks)))
+    os.kill(pids[0], signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    assert eventually(lambda: not any(map(is_alive, pids)))
 
 
-@pytest.mark.slow
+def run_and_signal(function: Callable[..., None], folder: Path, *numbers: int) -> None:
+    """Launch two ranks in this process, which gets signals: each when both ranks have left another file."""
+
+    def send() -> None:
+        for count, number in enumerate(numbers):
+            if eventually(lambda count=count: len(list(folder.glob("*-*"))) == 2 * (count + 1), START_SECONDS):
+                os.kill(os.getpid(), number)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(send)
+        run(function, folder)
+
+
 def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(tmp_path: Path) -> None:
-    launcher = Launcher(ranks.stay, tmp_path)
-    launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.error().endswith("15")
+    with pytest.raises(Stopped, match=r"^15$"):
+        run_and_signal(ranks.stay, tmp_path, signal.SIGTERM)
     assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
 
 
-@pytest.mark.slow
 def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
-    launcher = Launcher(ranks.ignore_signals, tmp_path)
-    launcher.process.send_signal(signal.SIGINT)
-    assert eventually(lambda: len(list(tmp_path.glob("heard-*"))) == 2)
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.error() == "KeyboardInterrupt"
-    assert not any(map(is_alive, launcher.ranks))
+    with pytest.raises(KeyboardInterrupt):
+        run_and_signal(ranks.ignore_signals, tmp_path, signal.SIGINT, signal.SIGINT)
+    assert len(list(tmp_path.glob("heard-*"))) == 2
+    assert not any(map(is_alive, announced(tmp_path)))
 
 
 # A user's own model. In the tenth training step of the first attempt (seven are an epoch), the first rank is killed.
@@ -216,9 +208,8 @@ def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "faulty.py").write_text(MODEL)
-    monkeypatch.syspath_prepend(tmp_path)
-    data = ["digits", "--data", str(write_digits(tmp_path / "digits.npz")), "--epochs", "3", "--batch-size", "200"]
-    command = ["train", *data, "--model", "faulty:make", "--devices", "2xcpu", "--restarts", "1"]
+    data = ["digits", "--data", str(write_digits(tmp_path / "digits.npz")), "--epochs", "2", "--batch-size", "200"]
+    command = ["train", *data, "--model", f"{tmp_path / 'faulty.py'}:make", "--devices", "2xcpu", "--restarts", "1"]
     for name, killed in (("restarted", "0"), ("whole", "none")):
         monkeypatch.setenv("KILLED", killed)
         assert main([*command, "--out", str(tmp_path / name)]) == 0

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train digits for nine seconds, none of which is for a report; the length is corrected on the way."""
+    """Train digits for six seconds, none of which is for a report; the length is corrected on the way."""
     out = tmp_path_factory.mktemp("minutes") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "REPORT_SECONDS", 0.0)
         patch.setattr(budget, "TOLERANCE", 0.0)
-        flags = ("--minutes", "0.15", "--set", "schedule.name=one-cycle", *ON_CPU)
+        flags = ("--minutes", "0.1", "--set", "schedule.name=one-cycle", *ON_CPU)
         assert main(["train", "digits", *flags, "--out", str(out)]) == 0
     return out
 
@@ -37,7 +37,7 @@ def test_the_recipe_has_the_steps_that_were_trained_and_repeats_them(run: Path, 
     assert recipe.epochs == len(lines) == figures["epochs_trained"]
     assert sum(line["images"] for line in lines) == figures["images_trained"]
     assert figures["stopped"] is None
-    assert any("--minutes 0.15" in note for note in figures["notes"])
+    assert any("--minutes 0.1" in note for note in figures["notes"])
     # The recipe repeats the run, although the length was corrected on the way.
     assert len(recipe.schedule.earlier_lengths) > 2
     assert main(["train", str(run / "recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
@@ -48,7 +48,7 @@ def test_the_recipe_has_the_steps_that_were_trained_and_repeats_them(run: Path, 
 @pytest.mark.slow
 def test_a_finished_run_goes_on_for_some_minutes_more(run: Path, tmp_path: Path) -> None:
     before, out = load_recipe(run / "recipe.toml"), shutil.copytree(run, tmp_path / "run")
-    assert main(["train", "--resume", "--minutes", "0.2", "--devices", "cpu", "--out", str(out)]) == 0
+    assert main(["train", "--resume", "--minutes", "0.15", "--devices", "cpu", "--out", str(out)]) == 0
     assert load_recipe(out / "recipe.toml").max_steps > before.max_steps
 
 

@@ -14,13 +14,7 @@ import pytest
 from PIL import Image
 
 from flatout.analysis.plan import Work, find_work, format_plan
-from flatout.analysis.tpu import (
-    CompiledStep,
-    Topology,
-    estimate_row,
-    needed_bytes,
-    parse_topologies,
-)
+from flatout.analysis.tpu import CompiledStep, Topology, estimate_row, needed_bytes, parse_topologies
 from flatout.cli.main import main
 from flatout.config.jobs import load_job
 from flatout.models.build import build_model
@@ -131,24 +125,36 @@ def test_without_the_compiler_the_command_that_installs_it_is_named(
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
+# Plans, names the heavy imports in the last line on stderr, and runs other code.
+PLAN = """
+import sys
+from flatout.cli.main import main
+assert main(sys.argv[1:]) == 0
+print({"torch", "jax", "torchax"} & set(sys.modules), file=sys.stderr)
+"""
+COMPILER_KNOWS_EVERY_SLICE_IN_THE_TABLE = """
+from flatout.analysis.tpu import GENERATIONS, devices_of, parse_topologies
+for generation in GENERATIONS.values():
+    for topology in parse_topologies(",".join(f"{generation.name}:{sides}" for sides in generation.slices)):
+        assert len(devices_of(topology)) == topology.devices, topology.name
+"""
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_step_is_compiled_once(tmp_path: Path) -> None:
     """It fits, and its devices add up all gradients. The second time nothing is compiled, nor imported."""
 
-    def run(*arguments: str, out: Path) -> tuple[str, dict[str, Any], list[str]]:
-        """Return what was printed, plan.json, and the lines on stderr; the last are the heavy imports."""
-        code = (
-            "import sys; from flatout.cli.main import main; assert main(sys.argv[1:]) == 0; "
-            "print({'torch', 'jax', 'torchax'} & set(sys.modules), file=sys.stderr)"
-        )
+    def run(code: str, *arguments: str, out: Path) -> tuple[str, dict[str, Any], list[str]]:
+        """Return what was printed, plan.json, and the lines on stderr."""
         command = [sys.executable, "-c", code, "plan", *SMALL, *arguments, "--out", str(out)]
         environment = os.environ | {"FLATOUT_CACHE": str(tmp_path / "cache")}
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout, json.loads((out / "plan.json").read_text()), done.stderr.splitlines()
 
-    printed, result, errors = run("--json", out=tmp_path / "first")
+    first = PLAN + COMPILER_KNOWS_EVERY_SLICE_IN_THE_TABLE
+    printed, result, errors = run(first, "--json", out=tmp_path / "first")
     assert json.loads(printed) == result | {"out": str(tmp_path / "first")}
     assert errors[:-1] == [f"compiling {result['model']}, batch 66, for v5e:2x2"]
     (row,) = result["topologies"]
@@ -163,7 +169,7 @@ def test_a_step_is_compiled_once(tmp_path: Path) -> None:
     trained = row["images_per_second"] * row["job_seconds"]
     assert trained == pytest.approx(result["epochs"] * result["images"], rel=0.02), "a short last batch may be dropped"
 
-    printed, again, errors = run("--price", "1.2", out=tmp_path / "second")
+    printed, again, errors = run(PLAN, "--price", "1.2", out=tmp_path / "second")
     assert errors == ["set()"]
     (second,) = again["topologies"]
     assert second["cost"] == pytest.approx(1.2 * 4 * row["job_seconds"] / 3600)
@@ -202,16 +208,3 @@ def test_the_memory_of_a_rejected_program_is_read_from_its_message() -> None:
     assert needed_bytes(early) == 1.5 * 2**40
     assert needed_bytes(late) == 21.25 * 2**30
     assert needed_bytes("INVALID_ARGUMENT: no") is None
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_compiler_knows_every_slice_in_the_table() -> None:
-    code = """
-from flatout.analysis.tpu import GENERATIONS, devices_of, parse_topologies
-for generation in GENERATIONS.values():
-    for topology in parse_topologies(",".join(f"{generation.name}:{sides}" for sides in generation.slices)):
-        assert len(devices_of(topology)) == topology.devices, topology.name
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -11,6 +11,7 @@ from PIL import Image
 
 import flatout
 from flatout.cli.main import main
+from tests.system.conftest import draw_small_pictures
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(photos: Path) -> flatout.Run:
     options: dict[str, Any] = {"epochs": 2, "batch_size": 32, "lr": 0.02, "devices": "cpu", "quiet": True, "tta": True}
-    return flatout.fit("parallel-cnn", photos, out=photos.parent / "run", image_size=12, channels=1, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_small_pictures(patch)
+        return flatout.fit("parallel-cnn", photos, out=photos.parent / "run", image_size=12, channels=1, **options)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -5,10 +5,8 @@ The hub is a server on loopback (`weights_server`). Installed packages are found
 
 import hashlib
 import importlib.metadata
-import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -444,20 +442,26 @@ def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_ranks_train_from_one_download(hub: Hub, tmp_path: Path):
+@pytest.mark.usefixtures("no_pictures")
+def test_ranks_train_from_one_download(
+    hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Without the network, one message is all that remains."""
-    generator = np.random.default_rng(0)
+    generator, out = np.random.default_rng(0), caches / "run"
     for index in range(24):
-        path = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
+        path = caches / "photos" / "ab"[index % 2] / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
-    command = f"train photos --model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32"
-    folders = {name: str(tmp_path / name) for name in ("HF_HOME", "TORCH_HOME", "FLATOUT_CACHE")}
-    words = [sys.executable, "-m", "flatout", *command.split(), "--out", "run", "--devices", "2xcpu"]
+    changes = f"--model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32 --devices 2xcpu"
+    # The ranks read the environment.
+    for name, value in {"HF_HOME": str(caches / "hf"), "HF_ENDPOINT": hub.url}.items():
+        monkeypatch.setenv(name, value)
     for is_offline in (True, False):
-        environment = {**os.environ, **folders, "HF_HUB_OFFLINE": str(int(is_offline)), "HF_ENDPOINT": hub.url}
-        ended = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-        assert ended.returncode == (2 if is_offline else 0), ended.stderr
-        assert ended.stderr.count(f"could not download {REPOSITORY}") == is_offline
-        assert ended.stdout.count(f"downloading {REPOSITORY}") == (not is_offline)
-        assert (tmp_path / "run").exists() == (not is_offline)
+        monkeypatch.setenv("HF_HUB_OFFLINE", str(int(is_offline)))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        code = main(["train", str(caches / "photos"), *changes.split(), "--out", str(out)])
+        said = capsys.readouterr()
+        assert code == (2 if is_offline else 0), said.err
+        assert said.err.count(f"could not download {REPOSITORY}") == is_offline
+        assert said.out.count(f"downloading {REPOSITORY}") == (not is_offline)
+        assert out.exists() == (not is_offline)

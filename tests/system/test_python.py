@@ -171,22 +171,6 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_pictures")
-def test_functions_reach_other_processes(tmp_path: Path) -> None:
-    """They are of no module: they travel as their code."""
-    own: dict[str, Any] = {
-        "loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none"),
-        "metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)},
-        "transform": lambda image: image.flip(-1),
-    }
-    run, alone = (fit(tmp_path / spec, seed=3, **own, devices=spec) for spec in ("2xcpu", "cpu"))
-    assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)
-    with np.load(run.path / "predictions.npz") as saved:
-        expected = cohen_kappa_score(saved["labels"], saved["predicted"])
-    assert run.summary["test_kappa"] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(("given", "message"), FUNCTIONS, ids=[message for _, message in FUNCTIONS])
 def test_what_cannot_be_used_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(flatout.InputError, match=message):

@@ -1,6 +1,7 @@
 """What a run can go on with, and in which folder."""
 
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from flatout.cli.main import main
 from flatout.engine import factory
 from flatout.engine.torch import measure
-from tests.system.interrupted import assert_same, at_image, command, resume, write_images
+from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
 from tests.system.run_files import metrics, summary
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -65,47 +66,52 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 AUTO = ("--batch-size", "16", "--set", "schedule.name=constant", "--devices", "auto")
 
 
-@pytest.mark.slow
 def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
-    """A resumed run keeps those that it began with, whatever is faster now."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    speeds[2] = 0.1
-    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
-    assert summary(run)["world_size"] == 2
+    """A resumed run keeps those that it began with, whatever is faster now, unless the machine lacks them."""
+    run = tmp_path / "run"
     speeds[2] = 10.0
-    assert main(["train", "--resume", "--out", str(run), "--batch-size", "8", "--devices", "cpu"]) == 2
+    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
+    speeds[2] = 0.1
+    assert main(["train", "--resume", "--out", str(run), "--batch-size", "8", "--devices", "2xcpu"]) == 2
     assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    assert "--devices auto: 2xcpu, as in the run that is resumed" in summary(run)["notes"]
-    assert main(command(data, whole, *AUTO, "--epochs", "2", "--devices", "2xcpu")) == 0
-    assert_same(whole, run)
+    assert "--devices auto: cpu, as in the run that is resumed" in summary(run)["notes"]
+    assert summary(run)["world_size"] == 1
+    # As a machine with more cores would have left it.
+    (run / "logs" / "devices").write_text("3xcpu")
+    speeds[2] = 10.0
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "3"]) == 0
+    lacking = "--devices auto: the run that is resumed used 3xcpu, which this machine does not have"
+    assert lacking in summary(run)["notes"]
+    assert summary(run)["world_size"] == 1
+
+
+def test_processes_that_are_killed_as_they_start_are_kept(
+    data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def launch(*words: object, names: Sequence[str], **options: object) -> None:
+        started.append(names)
+        raise Killed
+
+    monkeypatch.setattr(factory, "launch", launch)
+    run, speeds[2] = tmp_path / "run", 0.1
+    with pytest.raises(Killed):
+        main(command(data, run, *AUTO))
+    speeds[2] = 10.0
+    with pytest.raises(Killed):
+        main(["train", "--resume", "--out", str(run)])
+    assert [tuple(names) for names in started] == [("cpu", "cpu")] * 2
 
 
 def test_a_run_that_is_killed_while_it_packs_keeps_its_devices(
     data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def killed(*_: object) -> None:
-        raise Killed
-
     run, speeds[2] = tmp_path / "run", 0.1
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.run.load_pack", killed)
+        patch.setattr("flatout.train.run.load_pack", lambda *_: kill())
         main(command(data, run, *AUTO, "--epochs", "1", "--devices", "cpu"))
     assert main(["train", "--resume", "--out", str(run)]) == 0
-    assert summary(run)["world_size"] == 1
-
-
-def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
-    run = tmp_path / "run"
-    speeds[2] = 10.0
-    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
-    # As a machine with more cores would have left it.
-    (run / "logs" / "devices").write_text("3xcpu")
-    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
-    lacking = "--devices auto: the run that is resumed used 3xcpu, which this machine does not have"
-    assert lacking in summary(run)["notes"]
     assert summary(run)["world_size"] == 1
 
 

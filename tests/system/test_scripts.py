@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 WAIT_SECONDS = 90
 DEFINITIONS = """
 import numpy as np, torch, flatout
+from flatout.train.request import Options
 from torch import nn
+Options.__init__.__kwdefaults__["report"] = False
 class Net(nn.Module):
     def __init__(self, classes=3):
         super().__init__()

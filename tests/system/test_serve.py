@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
     images[np.arange(200), :, :, labels] += 150
     np.savez(folder / "data.npz", images=images, labels=labels)
     flags: dict[str, Any] = {"devices": "cpu", "quiet": True, "epochs": 2, "batch_size": 32, "resize": "crop"}
-    return flatout.fit("fast-cnn-16", folder / "data.npz", out=folder / "run", image_size=20, seed=1, **flags)
+    return flatout.fit("parallel-cnn", folder / "data.npz", out=folder / "run", image_size=20, seed=1, **flags)
 
 
 @pytest.fixture(scope="module")

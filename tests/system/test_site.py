@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.consoles import Command, difference, run, steps
+from tests.system.conftest import draw_small_pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.md") if ".zh-CN" not in path.name)
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_the_output_in_tutorials_is_real(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    draw_small_pictures(monkeypatch)
     found = list(steps(page.read_text(encoding="utf-8")))
     assert any(isinstance(step, Command) for step in found)
     for step in found:

@@ -50,10 +50,15 @@ def run(home: Path) -> flatout.Run:
         Image.fromarray(rng.integers(level - 40, level + 40, (16, 16), dtype=np.uint8)).save(path)
     (home / "my photos" / "angular" / "torn.png").write_bytes(b"\x89PNG")
     options: dict[str, Any] = {"image_size": 16, "channels": 1, "epochs": 2, "batch_size": 32, "lr": 0.01}
-    out = home / "runs" / "shapes"
-    return flatout.fit(
-        "parallel-cnn", home / "my photos", out=out, devices="cpu", quiet=True, on_bad_image="skip", **options
-    )
+    options |= {"out": home / "runs" / "shapes", "devices": "cpu", "quiet": True, "on_bad_image": "skip"}
+
+    def draw(run: Path) -> None:
+        for name in PICTURES:
+            Image.new("L", (3, 2)).save(run / name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", draw)
+        return flatout.fit("parallel-cnn", home / "my photos", **options)
 
 
 @pytest.fixture
@@ -90,9 +95,14 @@ def assert_refused(capsys: pytest.CaptureFixture[str]) -> Callable[[list[Any], s
 
 
 def test_what_is_published_answers_as_the_run_does(
-    run: flatout.Run, home: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: flatout.Run,
+    home: Path,
+    hub: Hub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the cache too."""
+    """From the cache too; the card has its figures, and code that runs."""
     assert upload(run, "--json") == 0
     result, repository = json.loads(capsys.readouterr().out), hub.repositories[NAME]
     assert set(result["files"]) == PUBLISHED | {"model.onnx"} == set(repository.files) - {".gitattributes"}
@@ -106,39 +116,27 @@ def test_what_is_published_answers_as_the_run_does(
     published = flatout.load(URL)
     for a, b in zip(run.model.state_dict().values(), published.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    hub.requests.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(["evaluate", f"{URL}@main", str(home / "my photos"), "--devices", "cpu"]) == 0
-    assert hub.requests == []
 
-
-def test_the_card_has_the_figures_and_code_that_runs(
-    run: flatout.Run,
-    home: Path,
-    hub: Hub,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert upload(run) == 0
-    card = hub.repositories[NAME].files["README.md"].decode()
+    card = repository.files["README.md"].decode()
     front = yaml.safe_load(card.split("---\n")[1])
-    assert front["library_name"] == "flatout"
-    assert front["pipeline_tag"] == "image-classification"
+    assert (front["library_name"], front["pipeline_tag"]) == ("flatout", "image-classification")
     assert f"{run.summary['test_accuracy']:.4f}" in card
     rows = re.findall(r"^\| (?:angular|round\\\|flat) \| (\d+) \| ([\d.]+) \|", card, re.M)
     assert rows == [(str(row["support"]), f"{row['precision']:.3f}") for row in run.summary["per_class"]]
     assert set(re.findall(r"!\[[^]]+\]\((\S+)\)", card)) == PICTURES
-    shutil.copy(next((home / "my photos" / "angular").glob("*.png")), tmp_path / "photo.jpg")
+    shutil.copy(photos[0], tmp_path / "photo.jpg")
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
     code = card.split("## Use it with ONNX Runtime")[1].split("```python\n")[1].split("```")[0]
     assert "flatout" not in code
     exec(code, {})
     probabilities = [float(number) for number in re.findall(r"[\d.]+(?:e[-+]\d+)?", capsys.readouterr().out)]
-    assert probabilities == pytest.approx(
-        run.probabilities(np.array(Image.open("photo.jpg"))[None, ..., None])[0], abs=1e-5
-    )
+    expected = run.probabilities(np.array(Image.open("photo.jpg"))[None, ..., None])[0]
+    assert probabilities == pytest.approx(expected, abs=1e-5)
+
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["evaluate", f"{URL}@main", str(home / "my photos"), "--devices", "cpu"]) == 0
+    assert hub.requests == []
 
 
 def test_nothing_names_the_computer_a_file_or_a_secret(run: flatout.Run, home: Path, hub: Hub, tmp_path: Path) -> None:
@@ -169,11 +167,12 @@ def test_nothing_names_the_computer_a_file_or_a_secret(run: flatout.Run, home: P
     assert f'flatout.load("{URL}", allow_code=True)' in files["README.md"].decode()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_cross_validation_of_several_labels(hub: Hub, tmp_path: Path) -> None:
     rng, classes = np.random.default_rng(0), np.arange(3).repeat(30)
-    images, labels = rng.integers(0, 255, (90, 32, 32, 3), dtype=np.uint8), np.eye(3, dtype=np.uint8)[classes]
-    options: dict[str, Any] = {"image_size": 32, "epochs": 1, "batch_size": 30, "folds": 2}
-    run = flatout.fit("caltech-cnn", images, labels, out=tmp_path / "run", devices="cpu", quiet=True, **options)
+    images, labels = rng.integers(0, 255, (90, 8, 8, 3), dtype=np.uint8), np.eye(3, dtype=np.uint8)[classes]
+    options: dict[str, Any] = {"image_size": 8, "epochs": 1, "batch_size": 30, "folds": 2}
+    run = flatout.fit("parallel-cnn", images, labels, out=tmp_path / "run", devices="cpu", quiet=True, **options)
     assert upload(run) == 0
     assert "model.onnx" in hub.repositories[NAME].files
     found = flatout.load(URL).predict(images[:3])

@@ -16,6 +16,7 @@ from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar
 from flatout.tasks import task_named, wilson
+from tests.system.conftest import draw_small_pictures
 from tests.unit.runs import write_run
 
 ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
@@ -129,8 +130,10 @@ def test_scores_are_those_of_scikit_learn() -> None:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trust")
-    for name, epochs in (("first", "2"), ("second", "4")):
-        assert main(["train", "digits", "--epochs", epochs, "--devices", "cpu", "--out", str(folder / name)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        draw_small_pictures(patch)
+        for name, epochs in (("first", "2"), ("second", "4")):
+            assert main(["train", "digits", "--epochs", epochs, "--devices", "cpu", "--out", str(folder / name)]) == 0
     return folder
 
 

@@ -19,8 +19,6 @@ while read -ra words; do
     echo "${COMPREPLY[@]}"
 done
 """
-
-
 OFFERED = {
     "flatout train --weig": {"--weights"},
     "flatout train --track _": {"tensorboard", "wandb"},

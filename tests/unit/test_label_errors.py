@@ -120,12 +120,13 @@ def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
-    labels, wrong = digits.target.copy(), RNG.choice(1797, 90, replace=False)
-    labels[wrong] = (labels[wrong] + RNG.integers(1, 10, 90)) % 10
+    rng = np.random.default_rng(0)
+    labels, wrong = digits.target.copy(), rng.choice(1797, 90, replace=False)
+    labels[wrong] = (labels[wrong] + rng.integers(1, 10, 90)) % 10
     np.savez(tmp_path / "digits.npz", x_train=(digits.images * 15.9).astype(np.uint8), y_train=labels)
-    out = tmp_path / "out"
-    words = ["check", str(tmp_path / "digits.npz"), "--labels", "--model", "fashion-cnn", "--set", "image_size=16"]
-    assert main([*words, "--epochs", "20", "--devices", "cpu", "--out", str(out), "--json"]) == 0
+    words = ["check", str(tmp_path / "digits.npz"), "--labels", "--model", "parallel-cnn", "--epochs", "40"]
+    words += ["--set", "optimizer.lr=0.01", "--set", "batch_size=128", "--devices", "cpu"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
     errors = json.loads(capsys.readouterr().out)["errors"]
     hits = {row["row"] for row in errors} & set(wrong.tolist())
     assert len(hits) >= 0.8 * 90

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flatout.models.build import usable_size
 from flatout.models.hub import BACKBONES, Backbone
 from flatout.train import photo_plan
 from flatout.train.auto_recipe import measure_dataset
@@ -19,6 +20,8 @@ SMALL, LARGE = BACKBONES[0], BACKBONES[2]
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(photo_plan, "physical_cores", lambda: 2)
+    # It would build a network of each size, during the measurements.
+    monkeypatch.setattr(photo_plan, "usable_size", lambda name, wanted, **_: wanted)
 
 
 def plan(
@@ -84,7 +87,8 @@ def test_without_a_budget_nothing_is_fine_tuned() -> None:
     assert (plan(None).backbone, plan(None).epochs) == (LARGE, 0)
 
 
-def test_a_size_that_the_network_or_the_user_demands_is_kept() -> None:
+def test_a_size_that_the_network_or_the_user_demands_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photo_plan, "usable_size", usable_size)
     fixed, of_user = [replace(SMALL, model="timm:levit_128s")], {"size": 160, "is_size_given": True}
     assert plan(60, 10**6, fixed, slowness=100).image_size == 224
     assert plan(60, 10**6, fixed, slowness=100, ratio=1.5).image_size == 224

@@ -50,7 +50,7 @@ def test_long_titles_stay_in_their_columns(tmp_path: Path):
         assert blue_and_red(gap) == (0, 0)
 
 
-@pytest.mark.parametrize("count", [2, 10, 101])
+@pytest.mark.parametrize("count", [2, 101])
 def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
     classes = [f"a rather long name {i}" for i in range(count)]
     path = tmp_path / "c.png"

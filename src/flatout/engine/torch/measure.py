@@ -24,8 +24,10 @@ from flatout.models.pretrained import load_pretrained
 FIRST_IMAGES, LONG_STEP = 2, 0.15
 # Then this many steps are measured, or for this long.
 STEPS, SECONDS = 20, 0.4
-# Images per batch of feature measurements on a CPU, some for each thread; and seconds of a measurement.
-FEATURE_BATCH, FEATURE_SECONDS = 32, 0.8
+# Images per batch of feature measurements on a CPU, some for each thread. The rate is that of two windows of so many
+# seconds; further ones follow while each is slower than the one before: beside a busy process, a thread that waited
+# before is fast at first.
+FEATURE_BATCH, WINDOW_SECONDS, SLOWER, MAX_WINDOWS = 32, 0.4, 0.93, 8
 # Seconds of an all-reduce on a host, and more per byte of gradients: those of the jobs with small batches in
 # benchmarks/results/ranks.json, batch_size / images_per_second * communication_fraction, are 0.4 ms for 0.08 MB
 # (mnist-parallel), 1.5 ms for 2.6 MB (caltech101) and 6 ms for 34 MB (cats-dogs).
@@ -97,10 +99,13 @@ def features_per_second(recipe: Recipe, device: str) -> float:
     compute = network.to(accelerator.device)
     if accelerator.is_host:
         compute = frozen_network(network, images, cpu_threads())
+    rates: list[float] = []
     with torch.no_grad():
         compute(images)
-        count, began = 0, time.perf_counter()
-        while count < 2 or time.perf_counter() - began < FEATURE_SECONDS:
-            float(compute(images).sum())  # waits for an accelerator
-            count += 1
-    return count * batch / (time.perf_counter() - began)
+        while len(rates) < 2 or (rates[-1] < SLOWER * rates[-2] and len(rates) < MAX_WINDOWS):
+            count, began = 0, time.perf_counter()
+            while (seconds := time.perf_counter() - began) < WINDOW_SECONDS:
+                float(compute(images).sum())  # waits for an accelerator
+                count += 1
+            rates.append(count * batch / seconds)
+    return sum(rates[-2:]) / 2
