@@ -26,7 +26,7 @@ EXAMPLES = {
     "kaggle_tpu": "kaggle-tpu",
 }
 # On two simulated devices, as no TPU is here.
-SHORTER = {"else 1\nrun = ": "else 0.25\nrun = ", '"epochs": 3': '"epochs": 1', '"8xcpu"': '"2xcpu"'}
+SHORTER = {"else 1\nrun = ": "else 0.15\nrun = ", '"epochs": 3': '"epochs": 1', '"8xcpu"': '"2xcpu"'}
 # The page has small pictures; a busy machine needs all of a short budget.
 NO_PICTURES = """
 from flatout.report import pictures

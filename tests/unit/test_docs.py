@@ -116,7 +116,7 @@ def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.
             continue  # the same with more flags follows
         if words[0] == "compare":
             shutil.copytree("runs/first", "runs/second")
-        short = ["--minutes", "0.2"] if "--minutes" in words else ["--epochs", "1"]
+        short = ["--minutes", "0.15"] if "--minutes" in words else ["--epochs", "1"]
         assert main([*words, *([*short, "--devices", "cpu"] if words[0] == "train" else [])]) == 0, words
 
 
