@@ -193,6 +193,12 @@ def test_auto_measures_threads_and_processes(
     assert processes.reason == f"--devices auto: {reason}"
 
 
+@pytest.mark.parametrize("budget", [None, 600.0])
+def test_fine_tuning_is_one_process_as_its_recipe_is(budget: float | None, measured: dict[int, float]) -> None:
+    processes = chosen("auto", seconds=budget, linear_probe=True, freeze="all-but-last-3")
+    assert (str(processes.devices), processes.reason, measured) == ("cpu", "", {})
+
+
 def test_the_first_model_chooses_between_threads_and_processes(measured: dict[int, float]) -> None:
     measured |= {1: 1e-3, 4: 3e-3}
     speeds = factory.speeds_on("auto", "torch")
