@@ -92,8 +92,10 @@ def reset_counters() -> None:
 def slow() -> Iterator[None]:
     """Work waits until the host synchronises, as behind a slow GPU."""
     preloaded().mock_be_slow(True)
-    yield
-    preloaded().mock_be_slow(False)
+    try:
+        yield
+    finally:
+        preloaded().mock_be_slow(False)
 
 
 def allocate(nbytes: int) -> None:

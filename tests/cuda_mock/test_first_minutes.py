@@ -56,11 +56,13 @@ def test_each_part_writes_its_figures(tmp_path: Path) -> None:
     assert "images_per_second" in done.stdout
 
 
-def test_a_part_that_fails_is_recorded_and_ends_the_rest_where_no_recorded_step_is_right(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path), "--parts", "2,6"]
+def test_parts_that_fail_are_recorded_and_end_the_rest_where_no_recorded_step_is_right(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path), "--parts", "1,2,6"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=600)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     ended = {line["part"]: line for line in lines if line["name"] == "part"}
+    assert "error" in ended["machine"]
+    assert any("torch" in line for line in lines if line["name"] == "versions")
     assert ended["tests"]["error"].startswith("failed: fashion-cnn, recorded and eager")
     assert ended["fast-cnn"]["skipped"] == "no recorded step equalled the eager one in part 2"
     # What is measured after a failure is written, too.

@@ -63,6 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
     changes = settings(augment=flatout.Augment(shift=0.1), schedule=flatout.Schedule(name="cosine"), epochs=2)
     run = flatout.fit("parallel-cnn", make_arrays(), out=tmp_path_factory.mktemp("runs") / "run", **changes)
     assert (run.recipe.augment, run.recipe.schedule.name) == (flatout.Augment(shift=0.1), "cosine")
+    assert sum(p.numel() for p in run.model.parameters()) == run.summary["parameters"]
     return run
 
 

@@ -138,7 +138,11 @@ INPUT_ERRORS = [
     (["train", "digts"], "did you mean 'digits'"),
     (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
     (["train", "digits", "--devices", "3xcpu", "--batch-size", "2"], "is less than one sample for each of the 3 ranks"),
-    (["train", "digits", "--devices", "8xtpu"], "no TPU; to try the engine on simulated devices: --engine xla"),
+    (
+        ["train", "digits", "--devices", "8xtpu"],
+        "--devices 8xtpu: this machine has no TPU; to try the engine on simulated devices: --engine xla --devices "
+        "8xcpu; to estimate the speed on TPUs: flatout plan",
+    ),
     (["train", "digits", "--engine", "xla", "--devices", "mps"], "XLA supports TPUs and at most 64 simulated devices"),
     (["train", "digits", "--engine", "xla", "--devices", "1000xcpu"], "XLA supports TPUs and at most 64 simulated"),
     (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
