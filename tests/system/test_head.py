@@ -45,17 +45,19 @@ def test_the_head_is_that_of_scikit_learn(classes: int) -> None:
     np.testing.assert_allclose(found, expected.predict_proba(scaled), atol=2e-3)
 
 
-def test_numbers_are_fitted_by_ridge_regression() -> None:
+@pytest.mark.parametrize("of", ["a head", "a correction"])
+def test_numbers_are_fitted_by_ridge_regression(of: str) -> None:
     rng = np.random.default_rng(0)
     features = rng.normal(size=(100, 5)).astype(np.float32)
     labels = (features @ rng.normal(size=5) + 0.1 * rng.normal(size=100)).astype(np.float32)
     task = Regression(loss="mse", label_mean=float(labels.mean()), label_std=float(labels.std()))
-    head = fit_head([features], labels, task, 1, strength=0.2)
+    weight, bias = rng.normal(size=(1, 5)).astype(np.float32) * (of == "a correction"), np.zeros(1, np.float32)
+    head = fit_head([features], labels, task, 1, strength=0.2, base=(weight, bias) if weight.any() else None)
     scaled = (features - features.mean(0)) / features.std(0)
-    targets = (labels - labels.mean()) / labels.std()
+    targets = (labels - labels.mean()) / labels.std() - features @ weight[0]
     # mean((xw - t)^2) + 0.1 w^2
     expected = np.linalg.solve(scaled.T @ scaled / 100 + 0.1 * np.eye(5), scaled.T @ targets / 100)
-    np.testing.assert_allclose(head.weight[0] * features.std(0), expected, atol=2e-3)
+    np.testing.assert_allclose((head.weight - weight)[0] * features.std(0), expected, atol=2e-3)
 
 
 def test_answers_of_the_folds_come_from_heads_that_have_not_seen_the_image() -> None:
@@ -182,6 +184,34 @@ def test_without_validation_images_fine_tuning_is_not_stopped_early(tmp_path: Pa
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     assert flatout.fit(net, epochs=2, **given).summary["epochs_trained"] == 2
     assert flatout.fit(net, epochs=2, minutes=1, resume=True, **given).summary["epochs_trained"] > 2
+
+
+FINE_TUNED: dict[str, Any] = {"linear_probe": True, "freeze": "all-but-last-1", "keep": "last", "epochs": 2}
+FINE_TUNED |= {"augment": None, "class_weights": "none"}
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_validation_images_correct_the_head_of_a_fine_tuned_network(tmp_path: Path) -> None:
+    """Many labels of the training images are wrong here."""
+    images, labels = grey_levels(600)
+    wrong = np.where((labels == 1) & (np.arange(600) % 9 > 2), 0, labels)
+    held_out = {"valid": (images[200:400], labels[200:400]), "test": (images[400:], labels[400:])}
+    data = {"train": (images[:200], wrong[:200]), **held_out}
+    run = flatout.fit(small_net(), data, out=tmp_path / "run", devices="cpu", quiet=True, **FINE_TUNED)
+    before = metrics(run.path)[-1]["valid_accuracy"]
+    assert min(run.summary["valid_accuracy"], run.summary["test_accuracy"]) > before + 0.1
+    evaluated = flatout.load(run.path).evaluate(devices="cpu")
+    assert evaluated["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-4)
+
+
+def test_the_images_that_a_fold_holds_out_correct_nothing(tmp_path: Path) -> None:
+    run = flatout.fit(
+        small_net(), grey_levels(120), folds=2, out=tmp_path / "run", devices="cpu", quiet=True, **FINE_TUNED
+    )
+    assert not any("corrected" in note for note in summary(run.path / "fold-1")["notes"])
 
 
 def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

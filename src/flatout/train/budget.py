@@ -181,6 +181,10 @@ def _measure(context: TrainContext, seconds: float) -> Rates:
             # With cached output, an evaluation is faster than the features were.
             each_image = 1 / stage.record.images_per_second
         evaluated = images * each_image
+        if stage and stage.placed and "valid" in stage.fitted_splits:
+            # The head is fitted once more, to these images alone.
+            share = len(stage.labels["valid"]) / sum(len(stage.labels[split]) for split in stage.fitted_splits)
+            evaluated += share * stage.seconds["head"]
     engine.restore(before)
     return Rates(step=each, evaluate=evaluated + RANKS_SECONDS * context.world.is_joined, watch=watched)
 

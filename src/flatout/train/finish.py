@@ -25,7 +25,7 @@ from flatout.models.weights import save_tensors
 from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
-from flatout.train.head import HeadStage
+from flatout.train.head import HeadStage, refit_to_validation
 from flatout.train.progress import Progress
 from flatout.train.request import Ended, TrainContext
 from flatout.utils import run_files
@@ -84,9 +84,10 @@ def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, 
         log.note(f"test-time augmentation: evaluated on {views} views of each image")
     if is_calibrated:
         known = head.known if head else _known_features(context)
+    head = head or (refit_to_validation(context) if context.datasets else None)
     for name in [name for name in context.splits if name != "train"]:
-        if head:
-            evaluations[name] = head.evaluation(name, context.engine.task, with_logits=is_calibrated)
+        if head and name in head.features:
+            evaluations[name] = head.evaluation(name, context.engine.task, with_logits=is_calibrated, known=known)
         else:
             evaluations[name] = context.datasets[name].evaluate(
                 with_probabilities=recipe.data.fold > 0 or name == _shown_split(context),

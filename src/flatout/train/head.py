@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from flatout.data.pack import Pack
 from flatout.data.splits import divide
 from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.base import DeviceDataset, Engine, Evaluation
+from flatout.engine.base import Engine, Evaluation
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits, fit_temperature
@@ -31,6 +31,7 @@ from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
 from flatout.tasks import Task, task_of
 from flatout.train.progress import EpochRecord
+from flatout.train.request import TrainContext
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
 
@@ -47,6 +48,10 @@ MAX_IMAGES, MAX_PRODUCTS = 20_000, 4e9
 FOLD_ITERATIONS, LAST_ITERATIONS = 7, 30
 # Principal components with less than this share of the largest variance are dropped.
 SMALLEST_VARIANCE = 1e-6
+
+
+# Weight, float32 [K, F], and bias, float32 [K].
+Linear: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,10 +77,12 @@ def fit_head(
     seed: int = 1,
     strength: float | None = None,
     temperature: float = 1.0,
+    base: Linear | None = None,
 ) -> FittedHead:
     """Fit a head to features [N, F] of the images and perhaps of mirrored ones, by the loss without label smoothing.
 
     A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold.
+    With a `base`, the difference from it is regularised.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
@@ -85,7 +92,7 @@ def fit_head(
         # With all threads, many small operations would wait for threads on busy cores.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(max(1, physical_cores() // 2))
-        problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
+        problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias, base=base)
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
             if task.name == "single-label" and heads:
@@ -115,6 +122,7 @@ class _Problem:
         class_weights: np.ndarray | None,
         *,
         has_bias: bool,
+        base: Linear | None,
     ) -> None:
         self.task, self.labels, self.outputs = task, labels, num_outputs
         views = [torch.from_numpy(np.asarray(view, np.float32)) for view in views_VNF]
@@ -127,6 +135,10 @@ class _Problem:
         self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
+        zeros = np.zeros((num_outputs, rows.shape[1]), np.float32), np.zeros(num_outputs, np.float32)
+        self._base = base or zeros
+        weight, bias = map(torch.from_numpy, self._base)
+        self._base_logits = rows @ weight.T + bias  # [V * N, K]
         targets = torch.from_numpy(task.targets(labels))
         self._targets = torch.cat([targets] * self.views)
         weights = task.sample_weights(labels, class_weights)
@@ -143,11 +155,12 @@ class _Problem:
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Return the best head, [components + 1, K]; its last row is the bias."""
+        """Return the best difference from the base, [components + 1, K]; its last row is of the bias."""
         rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
+        base = self._base_logits
         if images is not None:
             chosen = torch.from_numpy(images)
-            rows, targets, weights = rows[chosen], targets[chosen], weights[chosen]
+            rows, targets, weights, base = rows[chosen], targets[chosen], weights[chosen], base[chosen]
         weights = weights / weights.sum()
         curvatures = [self._curvature * self._variances + strength, torch.tensor([self._curvature])]
         scale = torch.cat(curvatures).sqrt()[:, None]
@@ -159,7 +172,7 @@ class _Problem:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             head = scaled / scale
-            losses = self.task.per_sample(rows @ head, targets, self._class_weights)
+            losses = self.task.per_sample(base + rows @ head, targets, self._class_weights)
             # The bias is not regularised.
             loss = (losses * weights).sum() + strength / 2 * head[:-1].square().sum()
             loss.backward()
@@ -170,14 +183,15 @@ class _Problem:
 
     def answers(self, head: torch.Tensor, images: np.ndarray) -> torch.Tensor:
         """Return logits [n, K] whose probabilities are the mean over the views."""
-        chosen = torch.from_numpy(images)
-        each = [self._rows[chosen + view * self.count] @ head for view in range(self.views)]
+        chosen = [torch.from_numpy(images) + view * self.count for view in range(self.views)]
+        each = [self._base_logits[rows] + self._rows[rows] @ head for rows in chosen]
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
     def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
-        return weight.numpy(), (head[-1] - weight @ self._mean).numpy()
+        bias = head[-1] - weight @ self._mean
+        return self._base[0] + weight.numpy(), self._base[1] + bias.numpy()
 
     def loss(self, logits: np.ndarray, images: np.ndarray) -> float:
         """Return the mean loss of logits at their best temperature."""
@@ -250,7 +264,7 @@ class HeadStage:
     fitted_splits: tuple[str, ...]
     training_only: FittedHead | None  # for the training images alone, from which fine-tuning starts, if it does
     features: dict[str, list[np.ndarray]]  # by split, float32 [N, F] for each view
-    placed: Mapping[str, DeviceDataset]  # the splits in the engine that trains; empty if it has no cached layers
+    placed: Mapping[str, TorchDataset]  # the splits in the engine that trains; empty if it has no cached layers
     labels: dict[str, np.ndarray]
     seconds: dict[str, float]  # of the features and of the head
 
@@ -279,12 +293,13 @@ class HeadStage:
         """The distribution of training features; None for a network with several heads."""
         return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
 
-    def evaluation(self, split: str, task: Task, *, with_logits: bool = False) -> Evaluation:
+    def evaluation(
+        self, split: str, task: Task, *, with_logits: bool = False, known: FeatureStats | None = None
+    ) -> Evaluation:
         """Return the evaluation of a split; of validation images, by heads that have not seen them.
 
-        With logits, it also has the features' distances from those of the training images.
+        It has the features' distances from the `known` ones, those of the training images.
         """
-        known = self.known if with_logits else None
         logits, labels = self._logits(split), self.labels[split]
         return Evaluation(
             task=task,
@@ -343,7 +358,7 @@ class HeadStage:
         each = torch.stack([torch.from_numpy(view) @ weight.T + bias for view in self.features[split]])
         logits = self.task.averaged(each) if len(each) > 1 else each[0]
         if split == "valid" and split in self.fitted_splits:
-            out_of_fold = torch.from_numpy(self.fitted.out_of_fold[len(self.labels["train"]) :])
+            out_of_fold = torch.from_numpy(self.fitted.out_of_fold[-len(self.labels["valid"]) :])
             # Images beyond the cross-validation limit have been seen.
             logits = torch.where(out_of_fold.isnan().any(dim=1, keepdim=True), logits, out_of_fold)
         return logits
@@ -372,8 +387,7 @@ def fit_to_features(
             f"linear_probe = true: {recipe.model} has no linear layer or convolution that ends it, so no head can be "
             "fitted; set linear_probe = false"
         )
-    # Predictions are averaged over images and their mirror images.
-    views = [False, True] if recipe.tta and recipe.augment.flip else [False]
+    views = _mirrored_views(recipe)
     placed: dict[str, TorchDataset] = {}
     if isinstance(engine, TorchEngine) and engine.cut:
         placed = {name: engine.place(samples) for name, samples in splits.items()}
@@ -424,3 +438,50 @@ def fit_to_features(
     stage.give(engine or model, training_only)
     report(stage.describe())
     return stage
+
+
+def refit_to_validation(context: TrainContext) -> HeadStage | None:
+    """Correct the head of a fine-tuned network, and load it; None without validation images or cached layers.
+
+    The correction is fitted to the features of the validation images, which the network has not been trained on. On
+    Caltech 101, it leaves 0.89 of the errors. All ranks call this.
+    """
+    stage, engine, recipe, world = context.stage, context.engine, context.recipe, context.world
+    if stage is None or "valid" not in stage.placed or recipe.data.fold:
+        return None
+    assert isinstance(engine, TorchEngine)
+    valid, split = stage.placed["valid"], context.splits["valid"]
+    with torch.no_grad(), engine.evaluation_network():
+        features = [valid.head_features(stage.head, mirrored=view) for view in _mirrored_views(recipe)]
+        network = HeadNetwork(engine.model, stage.head)
+        bias = network(torch.zeros(1, stage.head.width, device=engine.device))
+        weight = (network(torch.eye(stage.head.width, device=engine.device)) - bias).T
+        base = weight.float().cpu().numpy(), bias[0].float().cpu().numpy()
+
+    def fit() -> FittedHead:
+        return fit_head(
+            features,
+            split.labels,
+            stage.task,
+            stage.head.outputs,
+            class_weights=engine.class_weights,
+            groups=None if context.pack.groups is None else context.pack.groups[split.rows],
+            has_bias=stage.head.has_bias,
+            seed=recipe.seed,
+            base=base,
+        )
+
+    fitted = world.from_main(fit)
+    refitted = replace(
+        stage, fitted=fitted, fitted_splits=("valid",), features={"valid": features}, labels={"valid": split.labels}
+    )
+    refitted.give(engine)
+    context.log.note(
+        f"head corrected by the features of the {len(split):,} validation images (regularisation {fitted.strength:g})"
+    )
+    return refitted
+
+
+def _mirrored_views(recipe: Recipe) -> list[bool]:
+    """Return whether each view of an image is mirrored; predictions are averaged over them."""
+    return [False, True] if recipe.tta and recipe.augment.flip else [False]
