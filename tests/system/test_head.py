@@ -203,7 +203,7 @@ def test_validation_images_correct_the_head_of_a_fine_tuned_network(tmp_path: Pa
     run = flatout.fit(small_net(), data, out=tmp_path / "run", devices="cpu", quiet=True, **FINE_TUNED)
     before = metrics(run.path)[-1]["valid_accuracy"]
     assert min(run.summary["valid_accuracy"], run.summary["test_accuracy"]) > before + 0.1
-    evaluated = flatout.load(run.path).evaluate(devices="cpu")
+    evaluated = run.evaluate(data, devices="cpu")
     assert evaluated["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-4)
 
 
