@@ -444,7 +444,7 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
     """Correct the head of a fine-tuned network, and load it; None without validation images or cached layers.
 
     The correction is fitted to the features of the validation images, which the network has not been trained on. On
-    Caltech 101, it leaves 0.89 of the errors. All ranks call this.
+    Caltech 101, it leaves 0.9 of the errors. All ranks call this.
     """
     stage, engine, recipe, world = context.stage, context.engine, context.recipe, context.world
     if stage is None or "valid" not in stage.placed or recipe.data.fold:
