@@ -21,7 +21,7 @@ import cloudpickle
 from torch import nn
 
 from flatout import __version__
-from flatout.config import FREE_KEYS, Recipe
+from flatout.config import Recipe
 from flatout.data.batches import Split, measure, steps_per_epoch
 from flatout.data.build import load
 from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
@@ -448,8 +448,7 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
     """Check before the first step that all ranks have the same versions, recipe and data."""
     facts = {f"version {name}": version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {"version flatout": __version__, "version Python": platform.python_version()}
-    free = {*FREE_KEYS, "data.path", "data.images", "data.classes"}
-    free -= {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
+    free = {"log_every", "tune", "data.path", "data.placement", "data.images", "data.classes"}
     facts |= {f"recipe {key}": value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.
