@@ -102,6 +102,13 @@ def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offl
             advice(PHOTOS, required, report=said.append)
 
 
+@pytest.mark.parametrize(("name", "job"), [("plants.v2/", "plants.v2"), ("plants.tar", "plants")])
+def test_the_job_has_the_whole_name_of_a_folder(name: str, job: str, tmp_path: Path) -> None:
+    (tmp_path / "plants.v2").mkdir()
+    facts = measure_dataset(SYMBOLS, accelerated=False, seconds=None)
+    assert generate_recipe(facts, str(tmp_path / name), {})[0].job == job
+
+
 def test_a_model_of_the_users_gets_settings_that_suit_most(published: list[str]) -> None:
     recipe, _ = advice(PHOTOS, {"model": "cats-dogs-cnn"})
     assert (recipe.model, recipe.optimizer.name, published) == ("cats-dogs-cnn", "adamw", [])

@@ -233,8 +233,11 @@ def generate_recipe(
     if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
         recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
     name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
+    # The name of a folder has no suffix: `plants.v2`.
+    is_folder = path.endswith("/") or Path(path).is_dir()
+    stem = "" if is_folder else name.removesuffix(".gz").rpartition(".")[0]
     recipe |= {
-        "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
+        "job": stem or name.lstrip(".") or "data",
         "channels": recipe.get("channels", facts.channels),
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
