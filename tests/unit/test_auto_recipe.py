@@ -183,7 +183,7 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
     assert run.summary["test_accuracy"] > 0.7
     assert any("starts fresh" in note for note in run.summary["notes"])
     # The reasons are in the report.
-    assert "model = fast-cnn-16: as the weights are" in (run.path / "report.html").read_text()
+    assert "model = fast-cnn-16: the network of the weights" in (run.path / "report.html").read_text()
 
 
 def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
     if fold := recipe.data.fold:
         log.note(f"fold {fold} of {recipe.data.folds}: {train}, held out {len(splits['valid']):,}")
     elif taken:
-        how = "the same share of all numbers" if pack.task == "regression" else "by class"
+        how = "evenly over the range of the labels" if pack.task == "regression" else "by class"
         how += " and group" * (pack.groups is not None)
         log.note(f"taken from the training images, {how}: {', '.join(taken)}; {train}")
     if len(splits) == 1:
@@ -510,8 +510,8 @@ def start_engine(
         if options.minutes is not None and not continued and stage.share_right >= ENOUGH:
             left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
-                f"{left_out}heads that have not seen them answer {stage.share_right:.2%} of the images rightly; "
-                "more images, or other ones, would help more than minutes"
+                f"{left_out}cross-validated heads classify {stage.share_right:.2%} of the images correctly; "
+                "more or different images would help more than time"
             )
             recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:
