@@ -144,7 +144,11 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str,
     by_step = _loss_by_step(metrics, summary) if quantity == "loss" else []
     drawn = [value for values in series.values() for value in values if value is not None]
     if not drawn and not by_step:
-        style.add_message(axes, "no finite values")
+        axes.set_axis_off()
+        axes.text(
+            0.5, 0.5, "no finite values", transform=axes.transAxes, ha="center", va="center", fontsize=9,
+            color=style.MUTED,
+        )  # fmt: skip
         return
     if by_step:
         drawn += [loss for _, loss in by_step]

@@ -51,7 +51,6 @@ from flatout.train.request import Ended, Options, RunLog, TrainContext, TrainReq
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.utils.files import write_atomically
 from flatout.utils.host import available_memory
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ def run_on_all_ranks(
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
         request, chosen = _choose_processes(request, pack, console)
         if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
-            _write_devices(request.run_dir, request.options.devices)
+            folders.write_devices(request.run_dir, request.options.devices)
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         return call(
             (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
@@ -146,12 +145,6 @@ def run_on_all_ranks(
             restarts=options.restarts,
             threads=chosen.threads,
         )
-
-
-def _write_devices(run_dir: Path, devices: str) -> None:
-    """Write the devices of a run, on which it is resumed, even if it is killed before its first epoch."""
-    (run_dir / run_files.LOGS).mkdir(exist_ok=True)
-    write_atomically(run_dir / run_files.DEVICES, devices.encode())
 
 
 def _check_batch(batch: int, ranks: int) -> None:
@@ -193,7 +186,7 @@ def prepare_host(
             if begins and not (run_dir / run_files.RECIPE).is_file():
                 folders.write_recipe(run_dir, request.recipe)
                 if request.options.devices != "auto":
-                    _write_devices(run_dir, request.options.devices)
+                    folders.write_devices(run_dir, request.options.devices)
         prepared_at = time.time()
         pack = load_pack(request, alone, log)
         recipe = with_task(request.recipe, pack.task)
@@ -307,8 +300,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
         raise InputError(f"{log_file}: cannot be written: {error.strerror}") from None
     if world.local_rank == 0:
         given = context.options.devices
-        devices = context.devices if given == "auto" else given
-        _write_devices(context.run_dir, devices)
+        folders.write_devices(context.run_dir, context.devices if given == "auto" else given)
 
 
 def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
