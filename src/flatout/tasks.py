@@ -605,7 +605,7 @@ def task_named(name: object) -> Task:
     return TASKS.get(str(name), SingleLabel)()
 
 
-def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: float = 1.0) -> Task:
+def task_of(recipe: Recipe) -> Task:
     """Return the task of a recipe; `auto` is treated as single-label."""
     return TASKS["single-label" if recipe.task == "auto" else recipe.task](
         loss=recipe.loss,
@@ -613,8 +613,6 @@ def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: flo
         is_balanced=recipe.class_weights == "balanced",
         label_mean=recipe.data.label_mean,
         label_std=recipe.data.label_std or 1.0,
-        thresholds=thresholds,
-        temperature=temperature,
     )
 
 

@@ -235,4 +235,4 @@ def test_commands_on_any_shape(tmp_path, data, capsys) -> None:
     assert "modes: 5 x uint16 12" in printed
     tiff(BANDS[..., :4], data / "c0" / "other.tif")
     assert main(["train", str(data), "--out", str(tmp_path / "run")]) == 2
-    assert "some images have 4 and 5 channels; give all of them as many" in capsys.readouterr().err
+    assert "some images have 4 and 5 channels; convert all of them to the same number" in capsys.readouterr().err

@@ -52,11 +52,19 @@ def exercise(world: World) -> dict[str, Any]:
     with pytest.raises(InputError) as caught:
         World(other).join(other)
     got["other world"] = str(caught.value)
+    own = 1 + world.rank
+    got["other recipe"] = refusal(world, {"optimizer.lr": 0.1 * own})
+    got["other length"] = refusal(world, {"max_steps": own})
+    got["other corrections"] = refusal(world, {"schedule.corrections": f"{own}:7"})
+    return got
+
+
+def refusal(world: World, changes: dict[str, object]) -> str:
+    """Return how ranks with different recipes are refused."""
     pack: Any = SimpleNamespace(classes=(), splits={}, fingerprint="")
     with pytest.raises(InputError) as caught:
-        agree(world, make_recipe(**{"optimizer.lr": 0.1 * (1 + world.rank)}), pack)
-    got["other recipe"] = str(caught.value)
-    return got
+        agree(world, make_recipe(**changes), pack)
+    return str(caught.value)
 
 
 def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -137,6 +145,14 @@ def test_other_ranks_and_other_recipes_are_refused(got: list[dict[str, Any]]) ->
     assert got[1]["other world"].startswith(start)
     (said,) = {one["other recipe"] for one in got}
     assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("other length", "recipe max_steps = 2, but"), ("other corrections", "recipe schedule.corrections = '2:7', but")],
+)
+def test_ranks_with_another_length_of_the_run_are_refused(case: str, message: str, got: list[dict[str, Any]]) -> None:
+    assert all(message in one[case] for one in got)
 
 
 def part(world: World, how: str) -> str:

@@ -21,7 +21,7 @@ def epoch_line(epoch: int, **values: Any) -> dict[str, Any]:
 
 def summary_of(classes: list[str], **values: Any) -> dict[str, Any]:
     summary: dict[str, Any] = {
-        "job": "sample", "engine": "torch", "devices": ["cpu"], "epochs": 4, "parameters": 1234, "classes": classes,
+        "job": "sample", "engine": "torch", "devices": "cpu", "epochs": 4, "parameters": 1234, "classes": classes,
         "images_per_second": 1000.0, "train_seconds": 60.0, "wall_seconds": 65.0, "best_epoch": 2, "stopped": None,
         "test_accuracy": 0.8, "test_correct": 80, "test_count": 100, "valid_accuracy": 0.8, "notes": [], "verdict": [],
         "time_seconds": {"train": 60.0, "evaluate": 2.0}, "versions": {"torch": "2.15"}, "skipped_images": {},

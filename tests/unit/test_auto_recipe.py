@@ -102,6 +102,13 @@ def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offl
             advice(PHOTOS, required, report=said.append)
 
 
+@pytest.mark.parametrize(("name", "job"), [("plants.v2/", "plants.v2"), ("plants.tar", "plants")])
+def test_the_job_has_the_whole_name_of_a_folder(name: str, job: str, tmp_path: Path) -> None:
+    (tmp_path / "plants.v2").mkdir()
+    facts = measure_dataset(SYMBOLS, accelerated=False, seconds=None)
+    assert generate_recipe(facts, str(tmp_path / name), {})[0].job == job
+
+
 def test_a_model_of_the_users_gets_settings_that_suit_most(published: list[str]) -> None:
     recipe, _ = advice(PHOTOS, {"model": "cats-dogs-cnn"})
     assert (recipe.model, recipe.optimizer.name, published) == ("cats-dogs-cnn", "adamw", [])
@@ -176,7 +183,7 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
     assert run.summary["test_accuracy"] > 0.7
     assert any("starts fresh" in note for note in run.summary["notes"])
     # The reasons are in the report.
-    assert "model = fast-cnn-16: as the weights are" in (run.path / "report.html").read_text()
+    assert "model = fast-cnn-16: the network of the weights" in (run.path / "report.html").read_text()
 
 
 def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:

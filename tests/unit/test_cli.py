@@ -1,13 +1,15 @@
 """The words of the command line: operands, flags, and what is suggested for those that do not exist."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flatout.cli.commands import changes_of
+from flatout.cli.commands import COMMANDS, changes_of
 from flatout.cli.flags import parse
 from flatout.cli.main import main
 from flatout.config.settings import parse_setting
@@ -127,6 +129,18 @@ def test_the_folder_beside_is_suggested(
         assert "did you mean 'my-photos'?" in capsys.readouterr().err
 
 
+def test_printed_json_has_null_for_a_value_that_is_not_a_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*arguments: object) -> tuple[dict[str, float], list[str]]:
+        """Return the result of a model that has diverged."""
+        return {"test_loss": math.nan}, []
+
+    monkeypatch.setitem(COMMANDS, "evaluate", replace(COMMANDS["evaluate"], do=evaluate))
+    assert main(["evaluate", "runs/a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"test_loss": None}
+
+
 def test_the_cache_is_shown_and_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +163,7 @@ REFUSED_AT_ONCE = {
     "--epochs -1": "flatout: epochs = -1: must be at least 0",
     "--out old": "flatout: old: exists; choose another --out",
     "--restarts -1": "flatout: --restarts -1: must be 0 or more",
-    "--hang-timeout 0": "flatout: --hang-timeout 0: must be greater than 0 seconds",
+    "--hang-timeout 0": "flatout: --hang-timeout 0: must be a finite number greater than 0",
     "--devices nonsense": "flatout: --devices nonsense: must be auto, cpu",
 }
 

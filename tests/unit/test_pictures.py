@@ -74,14 +74,14 @@ def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: i
     ],
 )
 def test_curves_draw_whatever_happened(tmp_path: Path, metrics: list[dict[str, Any]]):
-    pictures.draw_curves(tmp_path / "curves.png", metrics, {})
+    pictures.draw_curves(tmp_path / "curves.png", metrics, {}, SingleLabel())
     assert pixels(tmp_path / "curves.png").min() < 100
 
 
 def panel(metrics: list[dict[str, Any]], quantity: str, **summary: Any) -> Any:
     """Return the axes of a panel of curves."""
     axes = style.new_figure(4, 3).add_subplot()
-    pictures.draw_panel(axes, metrics, summary, quantity)
+    pictures.draw_panel(axes, metrics, summary, quantity, SingleLabel())
     return axes
 
 

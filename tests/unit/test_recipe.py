@@ -9,6 +9,7 @@ from flatout.config import Recipe, from_dict, known_keys, load_recipe
 from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
 from flatout.train.progress import Progress
+from flatout.train.recipes import start_of
 from flatout.train.run_dir import Checkpoint
 from flatout.utils.errors import InputError
 
@@ -108,7 +109,7 @@ def test_missing_keys_and_files(tmp_path) -> None:
     with pytest.raises(InputError, match=r"r\.toml: cannot be read as a recipe"):
         load_recipe(path)
     with pytest.raises(InputError, match="did you mean 'digits'"):
-        load_job("digts")
+        start_of("digts", {})
 
 
 def test_another_optimizer_resets_its_section_but_for_the_rate() -> None:

@@ -146,6 +146,16 @@ def test_a_missing_or_damaged_piece_is_named(
     assert sentence in Page(run).sections[section]
 
 
+@pytest.mark.usefixtures("page_alone")
+def test_curves_of_a_killed_run_have_the_metric_of_its_task(tmp_path: Path):
+    run = write_run(tmp_path / "run", ["a", "b"], metrics=[epoch_line(1, valid_mae=2.5)])
+    (run / "summary.json").unlink()
+    (run / "predictions.npz").unlink()
+    (run / "recipe.toml").write_text(RECIPE.override({"task": "regression", "loss": "mse"}).to_toml())
+    draw_all(run)
+    assert "<!-- Mean absolute error -->" in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_what_cannot_be_drawn_is_refused_and_leaves_nothing(tmp_path: Path):
     with pytest.raises(InputError, match=r"recipe\.toml"):
         draw_all(tmp_path)

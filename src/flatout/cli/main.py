@@ -15,6 +15,7 @@ from flatout.cli.flags import parse
 from flatout.distributed.environment import launched
 from flatout.utils.console import Console
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
+from flatout.utils.run_files import plain
 
 # Hostile names in data could contain terminal escape sequences.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -63,7 +64,7 @@ def _run(args: Namespace) -> None:
         return
     result, lines = output
     try:
-        print(json.dumps(result, indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)
+        print(json.dumps(plain(result), indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise

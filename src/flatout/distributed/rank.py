@@ -156,7 +156,7 @@ class _RankConsole(Console):
 
     def __init__(self, output: Path, rank: int, display: Relay | None, lines: list[tuple[str, str]]) -> None:
         super().__init__(rank=rank, device=os.environ[DEVICE], display=display)
-        self.take_over(lines)
+        self._pending += lines  # which another process's console has shown
         self._output = output
 
     def open_log(self, path: Path) -> None:

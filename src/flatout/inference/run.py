@@ -8,6 +8,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -113,7 +114,8 @@ class Run:
     def task(self) -> Task:
         """The task, with the thresholds and the temperature of the run."""
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
-        return task_of(self.recipe, thresholds, self.calibration.temperature if self.calibration else 1.0)
+        temperature = self.calibration.temperature if self.calibration else 1.0
+        return replace(task_of(self.recipe), thresholds=thresholds, temperature=temperature)
 
     @cached_property
     def calibration(self) -> Calibration | None:

@@ -43,7 +43,8 @@ def page(template: str, content: JsonObject) -> str:
     )
     environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
     digest = base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode()
-    return environment.get_template(template).render(**content, script=FILTER_SCRIPT, script_hash=digest)
+    environment.globals |= {"script": FILTER_SCRIPT, "script_hash": digest}
+    return environment.get_template(template).render(content)
 
 
 def framed(html: str) -> str:

@@ -33,7 +33,7 @@ def draw_all(run: Path) -> None:
     task = task_named(files.summary.get("task") or files.recipe.get("task"))
     names, shown = files.summary.get("classes") or [], files.predictions
     if files.metrics:
-        pictures.draw_curves(run / "curves.png", files.metrics, files.summary)
+        pictures.draw_curves(run / "curves.png", files.metrics, files.summary, task)
     # What the page needs where there are no predictions.
     answers: JsonObject = {"split": "", "mistakes": [], "unanswered": 0}
     if shown:
@@ -48,9 +48,10 @@ def draw_all(run: Path) -> None:
 def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
     summary = files.summary
     remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
-    quantities = ["loss", task.metric_names[0]] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
     # A head that was fitted to features, and no more, has no curve.
     has_epochs = any(line.get("epoch") for line in files.metrics)
+    curves = ["loss", task.metric_names[0]] * has_epochs
+    curves += ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
     return {
         "job": summary.get("job") or files.recipe.get("job") or files.run.name,
         "model": files.recipe.get("model") or "",
@@ -65,7 +66,7 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
         "stopped": summary.get("stopped"),
         "checked": CHECKED[task.name if has_epochs else "head"],
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
-        "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if has_epochs else {},
+        "curves": {name: pictures.curve_svg(files.metrics, summary, name, task) for name in curves},
         "stages": stages(summary, files.recipe),
         "time": _time(summary),
         "recipe": re.split(r"\n\n(?=\[)", files.recipe_text.strip()),
@@ -170,7 +171,7 @@ def _facts(summary: JsonObject) -> list[tuple[str, str]]:
     if trained not in (None, epochs) and "epochs" in known:
         known["epochs"] = f"{trained:,} of {known['epochs']}"
     if devices := summary.get("devices"):
-        known["devices"] = _text(devices)
+        known["devices"] = devices
     return list(known.items())
 
 
@@ -256,17 +257,12 @@ def _environment(summary: JsonObject) -> list[tuple[str, str]]:
         ("engine", summary.get("engine")),
         ("devices", summary.get("devices")),
         ("processes", summary.get("world_size")),
-        ("precision", summary.get("precision")),
         ("threads per process", summary.get("threads_per_rank")),
         ("most memory used", _bytes(summary.get("peak_rss_bytes"))),
         ("most device memory used", _bytes(summary.get("peak_device_bytes"))),
         *(summary.get("versions") or {}).items(),
     ]
-    return [(name, _text(value)) for name, value in rows if value not in (None, "")]
-
-
-def _text(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
 
 
 def _bytes(value: object) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.report.html import SMOOTH_FROM_PIXELS
-from flatout.tasks import Task, confusion, task_named
+from flatout.tasks import Task, confusion
 from flatout.utils import style
 from flatout.utils.run_files import JsonObject, Predictions
 from flatout.utils.style import finite, shorten
@@ -75,20 +75,19 @@ def draw_predictions(
     style.write_png(figure, path)
 
 
-def draw_curves(path: Path, metrics: Lines, summary: JsonObject) -> None:
+def draw_curves(path: Path, metrics: Lines, summary: JsonObject, task: Task) -> None:
     """Write loss and the task's metric per epoch as a PNG, and the learning rate below them if it changes."""
-    metric = task_named(summary.get("task")).metric_names[0]
-    panels: Any = [["loss", metric]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
+    panels: Any = [["loss", task.metric_names[0]]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
     figure = style.new_figure(9.0, 2.1 + 1.2 * len(panels))
     for quantity, axes in figure.subplot_mosaic(panels, height_ratios=(4, 1)[: len(panels)]).items():
-        draw_panel(axes, metrics, summary, quantity)
+        draw_panel(axes, metrics, summary, quantity, task)
     style.write_png(figure, path)
 
 
-def curve_svg(metrics: Lines, summary: JsonObject, quantity: str) -> str:
+def curve_svg(metrics: Lines, summary: JsonObject, quantity: str, task: Task) -> str:
     """Return one panel of `draw_curves` as an SVG element whose colours are CSS variables, for light and dark pages."""
     figure = style.new_figure(4.7, 2.0 if quantity == "learning_rate" else 3.1, dpi=72)
-    draw_panel(figure.add_subplot(), metrics, summary, quantity)
+    draw_panel(figure.add_subplot(), metrics, summary, quantity, task)
     return as_svg(figure, quantity)
 
 
@@ -129,11 +128,10 @@ def learning_rate_changes(metrics: Lines) -> bool:
     return len({rate for line in metrics if (rate := finite(line.get("learning_rate"))) is not None}) > 1
 
 
-def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str) -> None:
+def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str, task: Task) -> None:
     """Draw "loss", "accuracy", another metric of a task, or "learning_rate" against the epoch."""
     from matplotlib.ticker import MaxNLocator
 
-    task = task_named(summary.get("task"))
     title = quantity.replace("_", " ").capitalize()
     if quantity == task.metric_names[0]:
         title = task.metric_title
@@ -146,7 +144,11 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str)
     by_step = _loss_by_step(metrics, summary) if quantity == "loss" else []
     drawn = [value for values in series.values() for value in values if value is not None]
     if not drawn and not by_step:
-        style.add_message(axes, "no finite values")
+        axes.set_axis_off()
+        axes.text(
+            0.5, 0.5, "no finite values", transform=axes.transAxes, ha="center", va="center", fontsize=9,
+            color=style.MUTED,
+        )  # fmt: skip
         return
     if by_step:
         drawn += [loss for _, loss in by_step]

@@ -15,8 +15,8 @@ from flatout.utils.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0
-# Fewer test images than this cannot tell luck from skill.
-MIN_TEST_IMAGES = 20
+# Fewer held-out images than this cannot tell luck from skill.
+MIN_HELD_OUT_IMAGES = 20
 # A model that has learnt its training images is far above guessing on them: by half, and by more than a typical gap.
 LEARNT_FACTOR = 1.5
 # Learning rates with which most models train; SGD's as lr / (1 - momentum). Rates within a factor of two are not
@@ -105,16 +105,15 @@ def _diverged(run: _Run) -> Iterator[str]:
 
 def _at_chance(run: _Run) -> Iterator[str]:
     classes, accuracy = len(run.classes), run.held_out
-    count, counts = None, None
-    if run.split == "test":
-        count, counts = run.summary.get("test_count"), run.summary.get("test_class_counts")
-    if accuracy is None or classes < 2 or (count and count < MIN_TEST_IMAGES):
+    key = "test" if run.split == "test" else "valid"
+    count, counts = run.summary.get(f"{key}_count"), run.summary.get(f"{key}_class_counts")
+    if accuracy is None or classes < 2 or (count and count < MIN_HELD_OUT_IMAGES):
         return
     guess, how = 1 / classes, f"is chance for {classes} classes"
     is_balanced = run.recipe.class_weights == "balanced"
-    if is_balanced and run.split == "test":
+    if is_balanced:
         # Such a run does not maximise accuracy.
-        accuracy = finite(run.summary.get("test_balanced_accuracy")) or accuracy
+        accuracy = finite(run.summary.get(f"{key}_balanced_accuracy")) or accuracy
     elif counts and max(counts) / sum(counts) > 1.5 * guess:
         guess = max(counts) / sum(counts)
         how = f"is no better than always answering the largest class ({guess:.3f})"
@@ -187,9 +186,9 @@ def _rising_loss(run: _Run) -> Iterator[str]:
         name, losses = "test", run.history("test_loss")
     if losses and min(losses[-RISING_LOSS_EPOCHS:])[0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        finding, advice = "became surer of its wrong answers", f"{HELP}, label_smoothing"
+        finding, advice = "became more confident in its wrong answers", f"{HELP}, label_smoothing"
         if run.recipe.task == "regression":
-            finding, advice = "began to learn its training images by heart", HELP
+            finding, advice = "began to memorise its training images", HELP
         rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
         yield f"{rise}: the model {finding}. What may help: {advice}."
 

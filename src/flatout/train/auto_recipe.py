@@ -179,8 +179,8 @@ def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int
         raise InputError(f"none of the images sampled can be read, such as {files[0]}; flatout check says why")
     channels = {header.channels for header in headers}
     if len(channels) > 1 and channels != {1, 3}:
-        found = " and ".join(map(str, sorted(channels)))
-        raise InputError(f"{files[0]} and others: some images have {found} channels; give all of them as many")
+        found = f"some images have {' and '.join(map(str, sorted(channels)))} channels"
+        raise InputError(f"{files[0]} and others: {found}; convert all of them to the same number")
     side = int(np.median([min(header.width, header.height) for header in headers]))
     ratios = np.array([header.width / header.height for header in headers])
     usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)
@@ -233,8 +233,11 @@ def generate_recipe(
     if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
         recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
     name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
+    # The name of a folder has no suffix: `plants.v2`.
+    is_folder = path.endswith("/") or Path(path).is_dir()
+    stem = "" if is_folder else name.removesuffix(".gz").rpartition(".")[0]
     recipe |= {
-        "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
+        "job": stem or name.lstrip(".") or "data",
         "channels": recipe.get("channels", facts.channels),
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
@@ -298,7 +301,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
         recipe["model"] = model or f"fast-cnn-{WIDTHS[-1] if facts.accelerated else USUAL_WIDTH}"
     fitting = int(training * speed / facts.images) if speed else most
     recipe["epochs"] = max(enough // 5, min(most, fitting))
-    why_model = "a network that learns most in little computation"
+    why_model = "the network that learns most per computation"
     if speed:
         why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
     why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
@@ -370,7 +373,8 @@ def _from_named(
         if is_required or not report:
             raise
         report(
-            f"{error.problem}: training starts from random weights; give --weights FILE, or --pretrained to end instead"
+            f"{error.problem}: training starts from random weights; "
+            "give --weights FILE, or --pretrained to stop with an error instead"
         )
         return _any_model(facts, model)
 
@@ -444,12 +448,12 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
         recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
         if is_known:
             recipe["image_size"] = usable_size(name, of_run.size, channels=facts.channels)
-            reasons["image_size"] = "; as the weights are"
+            reasons["image_size"] = "; the size of the weights"
     elif name.startswith("fast-cnn"):
         # The weight shapes of most small networks depend on the image size. After a minute on Caltech 101 from weights
         # of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
         recipe, reasons = _fast_cnn(of_run, name, speeds and speeds.training)
-        reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
+        reasons["model"] = f"model = {name}: the network of the weights, trained as from random ones"
     else:
         recipe, reasons = _fine_tuning(of_run, name)
     if "mean" in about and len(json.loads(about["mean"])) == recipe.get("channels", facts.channels):
@@ -510,7 +514,7 @@ def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
         "augment": {"flip": True, "views": 2},
     }
     return recipe, {
-        "model": f"model = {model}: as the weights are",
+        "model": f"model = {model}: the network of the weights",
         "linear_probe": "linear_probe = true: the head is fitted first, by cross-validation",
         "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",

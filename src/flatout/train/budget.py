@@ -145,8 +145,8 @@ def plan_minutes(context: TrainContext, progress: Progress) -> tuple[TrainContex
     log.note(late or f"--minutes {seconds / 60:g}: {fit}")
     if planned.linear_probe and planned.epochs >= MAX_FINE_TUNING:
         log.note(
-            f"fine-tuning ends after {MAX_FINE_TUNING} epochs, before the time is up: more images, or other ones, "
-            "would help more than minutes"
+            f"fine-tuning ends after {MAX_FINE_TUNING} epochs, before the time is up: "
+            "more or different images would help more than time"
         )
     log.lap("measure")
     return with_length(context, planned), budget

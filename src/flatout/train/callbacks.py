@@ -348,7 +348,7 @@ def user_functions(loss: Function | None, transform: Any, batch_transforms: Any,
     for name, function in named.items():
         if not (callable(function) and str(name).isidentifier() and name not in (*known, "loss", "count")):
             raise InputError(
-                f"metrics: {name!r} is not a function of labels and answers with a name of its own; give a "
+                f"metrics: {name!r} must be a function of labels and predictions with an unused name; give a "
                 f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'
             )
     return UserFunctions(

@@ -212,10 +212,6 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
     for name, samples in context.splits.items():
         figures[f"{name}_images"] = len(samples)
         figures[f"{name}_class_counts"] = count_classes(samples.labels, len(pack.classes)).tolist()
-    if "test" in results:
-        answers = results["test"].task.decided(results["test"].predicted)
-        answers = answers if answers.ndim == 2 else answers[answers >= 0]
-        figures["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
     trained_for, waited, shared = progress.train_seconds, progress.wait_seconds, progress.communication_seconds
     return {
         **about_run(recipe, context.options.engine, pack),

@@ -24,7 +24,6 @@ from flatout.train.request import RunLog, TrainRequest
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, TrainingFailed
-from flatout.utils.files import write_atomically
 from flatout.utils.run_files import JsonObject
 
 # Fields of a fold's summary that the cross-validation's summary also has.
@@ -54,8 +53,7 @@ def cross_validate(
             what = "the data has changed since some of its folds were trained"
             raise InputError(f"{folder}: {what}; restore the data, or train with --overwrite")
     folders.begin(folder, request.recipe, overwrite=options.overwrite)
-    (folder / run_files.LOGS).mkdir(exist_ok=True)
-    write_atomically(folder / run_files.DEVICES, options.devices.encode())
+    folders.write_devices(folder, options.devices)
     began = time.perf_counter()
     for fold in range(1, recipe.data.folds + 1):
         _train_fold(fold, folder, request, console, train_run)

@@ -418,11 +418,8 @@ def fit_to_features(
             temperature=like.temperature if like else 1.0,
         )
 
-    def fit_all() -> tuple[FittedHead, FittedHead | None]:
-        fitted = fit(names)
-        return fitted, fit(("train",), fitted) if recipe.epochs else None
-
-    fitted, training_only = world.from_main(fit_all)
+    fitted = world.from_main(lambda: fit(names))
+    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs else None
     stage = HeadStage(
         task=task,
         head=head,

@@ -25,7 +25,7 @@ _STOPS = Flag.INTERRUPT | Flag.TERMINATE
 
 
 class LoopHooks:
-    """Hooks of the loop; every method is called on all processes after the same step."""
+    """Hooks of the loop; all processes call each method at the same point."""
 
     def flags(self) -> Flag:
         """Return the flags to send to all processes with the next step."""
@@ -87,9 +87,11 @@ class _Loop:
 
     def run(self) -> str:
         progress = self.progress
-        while progress.position(self._steps) < self.recipe.total_steps(self._steps):
+        # A run that was stopped in the evaluation of its last epoch resumes with that evaluation.
+        while self._steps_left > 0 or (self._steps_left == 0 and progress.step):
             try:
-                self._train_epoch()
+                if self._steps_left:
+                    self._train_epoch()
             except Stopped:
                 progress.counts += self.engine.counts()[0]  # of the steps before an interrupted wait for images
                 raise
@@ -104,6 +106,10 @@ class _Loop:
             if patience and "valid_loss" in record.metrics and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"
         return ""
+
+    @property
+    def _steps_left(self) -> int:
+        return self.recipe.total_steps(self._steps) - self.progress.position(self._steps)
 
     def _train_epoch(self) -> None:
         recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
@@ -132,7 +138,7 @@ class _Loop:
                 self.recipe = self.hooks.replan()
             if flags & _STOPS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
-            if progress.position(self._steps) >= self.recipe.total_steps(self._steps):
+            if self._steps_left <= 0:
                 break
         self._fetch_counts(first_step)
         clock.tick()

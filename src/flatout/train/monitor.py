@@ -43,7 +43,6 @@ class Monitor(LoopHooks):
         engine, world = context.engine, context.world
         self.context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
         self._engine, self._console, self._steps = engine, context.log.console, context.steps_per_epoch
-        self._images_per_epoch = len(context.splits["train"])
         self._record_every = math.ceil(self.context.recipe.total_steps(self._steps) / RECORDED_LOSSES)
         self._loss: float | None = None
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
@@ -90,7 +89,7 @@ class Monitor(LoopHooks):
         progress, recipe = self._progress, self.context.recipe
         loss = "" if self._loss is None else f" loss {self._loss:.4f}"
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
-        images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
+        images = round(recipe.total_steps(self._steps) * len(self.context.splits["train"]) / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
         self.context.world.watch.report_step(progress.epoch, progress.step)
         if self._live:

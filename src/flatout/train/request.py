@@ -53,9 +53,9 @@ class Options:
         return None if self.minutes is None else 60 * self.minutes
 
     def __post_init__(self) -> None:
-        for flag, value, unit in (("minutes", self.minutes, "minutes"), ("hang-timeout", self.hang_timeout, "seconds")):
+        for flag, value in (("minutes", self.minutes), ("hang-timeout", self.hang_timeout)):
             if value is not None and not 0 < value < math.inf:
-                raise InputError(f"--{flag} {value:g}: must be greater than 0 {unit}")
+                raise InputError(f"--{flag} {value:g}: must be a finite number greater than 0")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
 

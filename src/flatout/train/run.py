@@ -21,7 +21,7 @@ import cloudpickle
 from torch import nn
 
 from flatout import __version__
-from flatout.config import FREE_KEYS, Recipe
+from flatout.config import Recipe
 from flatout.data.batches import Split, measure, steps_per_epoch
 from flatout.data.build import load
 from flatout.data.pack import Pack, SharedPack, load_once_per_host, share
@@ -51,7 +51,6 @@ from flatout.train.request import Ended, Options, RunLog, TrainContext, TrainReq
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.utils.files import write_atomically
 from flatout.utils.host import available_memory
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ def run_on_all_ranks(
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
         request, chosen = _choose_processes(request, pack, console)
         if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
-            _write_devices(request.run_dir, request.options.devices)
+            folders.write_devices(request.run_dir, request.options.devices)
         is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
         return call(
             (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
@@ -146,12 +145,6 @@ def run_on_all_ranks(
             restarts=options.restarts,
             threads=chosen.threads,
         )
-
-
-def _write_devices(run_dir: Path, devices: str) -> None:
-    """Write the devices of a run, on which it is resumed, even if it is killed before its first epoch."""
-    (run_dir / run_files.LOGS).mkdir(exist_ok=True)
-    write_atomically(run_dir / run_files.DEVICES, devices.encode())
 
 
 def _check_batch(batch: int, ranks: int) -> None:
@@ -193,7 +186,7 @@ def prepare_host(
             if begins and not (run_dir / run_files.RECIPE).is_file():
                 folders.write_recipe(run_dir, request.recipe)
                 if request.options.devices != "auto":
-                    _write_devices(run_dir, request.options.devices)
+                    folders.write_devices(run_dir, request.options.devices)
         prepared_at = time.time()
         pack = load_pack(request, alone, log)
         recipe = with_task(request.recipe, pack.task)
@@ -307,8 +300,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
         raise InputError(f"{log_file}: cannot be written: {error.strerror}") from None
     if world.local_rank == 0:
         given = context.options.devices
-        devices = context.devices if given == "auto" else given
-        _write_devices(context.run_dir, devices)
+        folders.write_devices(context.run_dir, context.devices if given == "auto" else given)
 
 
 def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
@@ -403,7 +395,7 @@ def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
     if fold := recipe.data.fold:
         log.note(f"fold {fold} of {recipe.data.folds}: {train}, held out {len(splits['valid']):,}")
     elif taken:
-        how = "the same share of all numbers" if pack.task == "regression" else "by class"
+        how = "evenly over the range of the labels" if pack.task == "regression" else "by class"
         how += " and group" * (pack.groups is not None)
         log.note(f"taken from the training images, {how}: {', '.join(taken)}; {train}")
     if len(splits) == 1:
@@ -448,8 +440,7 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
     """Check before the first step that all ranks have the same versions, recipe and data."""
     facts = {f"version {name}": version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {"version flatout": __version__, "version Python": platform.python_version()}
-    free = {*FREE_KEYS, "data.path", "data.images", "data.classes"}
-    free -= {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
+    free = {"log_every", "tune", "data.path", "data.placement", "data.images", "data.classes"}
     facts |= {f"recipe {key}": value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.
@@ -511,8 +502,8 @@ def start_engine(
         if options.minutes is not None and not continued and stage.share_right >= ENOUGH:
             left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
-                f"{left_out}heads that have not seen them answer {stage.share_right:.2%} of the images rightly; "
-                "more images, or other ones, would help more than minutes"
+                f"{left_out}cross-validated heads classify {stage.share_right:.2%} of the images correctly; "
+                "more or different images would help more than time"
             )
             recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
         if not recipe.epochs:

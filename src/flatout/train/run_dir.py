@@ -192,6 +192,12 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
     write_atomically(folder / run_files.RECIPE, recipe.to_toml(head).encode())
 
 
+def write_devices(folder: Path, devices: str) -> None:
+    """Write the devices of a run, on which it is resumed, even if it is killed before its first epoch."""
+    (folder / run_files.LOGS).mkdir(exist_ok=True)
+    write_atomically(folder / run_files.DEVICES, devices.encode())
+
+
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -77,10 +77,6 @@ class Console:
         lines, self._pending = self._pending, []
         return lines
 
-    def take_over(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Insert messages that another process's console has shown at the start of the log."""
-        self._pending[:0] = lines
-
     def close(self) -> None:
         """Remove the bar and close the log."""
         self._show("close")

@@ -5,7 +5,6 @@ Blue means right and red means wrong; colour-blind readers can tell these colour
 
 import io
 import math
-import unicodedata
 import warnings
 from functools import cache
 from pathlib import Path
@@ -90,12 +89,6 @@ def add_label(axes: "Axes", x: float, y: float, text: str) -> None:
     )  # fmt: skip
 
 
-def add_message(axes: "Axes", text: str) -> None:
-    """Write text in place of a plot."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
-
-
 @cache
 def families() -> list[str]:
     """Return the font families for names from data."""
@@ -122,19 +115,16 @@ def plain(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
 
 
-def columns_of(text: str) -> int:
-    """Return the width of a text in columns; a Chinese character takes two."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
 def shorten(text: str, width: int) -> str:
     """Return `text` in at most `width` columns, cut in the middle: class names often differ only at their ends."""
+    from rich.cells import cell_len  # a Chinese character takes two columns
+
     text = " ".join(text.split())
-    if columns_of(text) <= width:
+    if cell_len(text) <= width:
         return text
     head, tail, keep = text, text, max(width - 1, 1)
-    while columns_of(head) > keep - keep // 3:
+    while cell_len(head) > keep - keep // 3:
         head = head[:-1]
-    while columns_of(head) + columns_of(tail) > keep:
+    while cell_len(head) + cell_len(tail) > keep:
         tail = tail[1:]
     return f"{head.rstrip()}…{tail.lstrip()}"
