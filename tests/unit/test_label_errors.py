@@ -3,6 +3,9 @@
 import csv
 import dataclasses
 import json
+import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from flatout.cli.main import main
 from flatout.config import Data, Recipe
 from flatout.config.jobs import load_job
 from flatout.data.detect import recognise
+from flatout.data.source import ImageDataset
+from tests.data.small_sets import png, shard
 
 RNG = np.random.default_rng(0)
 
@@ -106,6 +111,37 @@ def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path) -> N
     given = {row["file"]: row["given"] for row in read(tmp_path / "corrected.csv") if row["given"]}
     assert given == {rows[0]["file"]: rows[0]["given"]}
     assert sorted(p.name for p in photos.rglob("*.csv")) == []
+
+
+def in_archive(folder: Path, photos: Path) -> ImageDataset:
+    return recognise(Path(shutil.make_archive(str(folder / "photos"), "zip", photos.parent, photos.name))).read()
+
+
+def in_list_elsewhere(folder: Path, photos: Path) -> ImageDataset:
+    names = [file.relative_to(photos) for file in sorted(photos.rglob("*.png"))]
+    rows = [f"{name},{name.parts[1]},{name.parts[0]}" for name in names]
+    (folder / "list.csv").write_text("\n".join(["file,label,split", *rows]))
+    return recognise(folder / "list.csv", Data(images=str(photos))).read()
+
+
+@pytest.mark.parametrize("read_data", [in_archive, in_list_elsewhere])
+def test_the_printed_command_finds_the_images(
+    read_data: Callable[[Path, Path], ImageDataset], found: LabelErrors, photos: Path, tmp_path: Path
+) -> None:
+    source = read_data(tmp_path, photos)
+    _, lines = write_errors(dataclasses.replace(found, source=source), tmp_path)
+    _, _, listed, _, folder = shlex.split(lines[-1].partition(": ")[2])
+    assert [*(recognise(Path(listed), Data(images=folder)).read().files or ())] == [*(source.files or ())]
+
+
+def test_images_within_shards_get_no_list(found: LabelErrors, tmp_path: Path) -> None:
+    labels = {f"{i:02}.cls": b"%d" % (i % 2) for i in range(48)}
+    images = {f"{i:02}.png": png() for i in range(48)}
+    source = recognise(shard(tmp_path / "train.tar", dict(sorted((labels | images).items())))).read()
+    result, lines = write_errors(dataclasses.replace(found, source=source), tmp_path)
+    assert lines[-1] == "corrected.csv is not written: the images are not separate files in one folder"
+    assert result["corrected"] is None
+    assert not (tmp_path / "corrected.csv").exists()
 
 
 def test_labels_must_be_one_class_for_each_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,8 +137,7 @@ def name_of(source: ImageDataset, index: int) -> str:
     if source.files is None:
         split = source.split_of(index)
         return f"{split}[{index - source.splits[split][0]}]"
-    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
-    return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
+    return printable(str(source.files[index]).removeprefix(f"{source.folder}{os.sep}"))
 
 
 def label_of(source: ImageDataset, index: int) -> str:
