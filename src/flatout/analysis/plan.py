@@ -148,6 +148,9 @@ def find_work(
         sizes, about = PUBLISHED[job], "as published"
     else:
         raise InputError(f"{job}: the size of its data is unknown; give --images N and --classes K, or --data PATH")
+    given = [name for name, value in (("images", images), ("classes", classes)) if value is not None]
+    if given and about != "as given":
+        about = f"{about}, but {' and '.join(given)} as given"
     if not recipe.data.mean:
         # The values do not affect speed.
         recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})

@@ -234,6 +234,8 @@ def scale(
     check_free(out)
     accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    if recipe.data.folds and not recipe.data.fold:
+        raise InputError(f"data.folds = {recipe.data.folds}: flatout scale measures single runs; leave it out")
     # Decoded here, because otherwise only the first run would include decoding.
     load(found, recipe, cache=True, report=console)
     console.finish()
