@@ -151,7 +151,7 @@ def label_of(source: ImageDataset, index: int) -> str:
 
 
 def dataset_figures(source: ImageDataset, headers: Headers) -> JsonObject:
-    """Return what `check` and `look` both report of a data set: its numbers of images, labels, sizes and modes."""
+    """Return the figures that `check` and `look` share: numbers of images, labels, sizes and modes."""
     numbers = {}
     if source.task == "regression":
         values = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
