@@ -57,7 +57,7 @@ def write_predictions(
     """Store all predictions and the few images of the pictures, so that a report needs no data.
 
     The folder has the weights already. `note` receives the reason why the report has no heatmaps; `files` are the names
-    of all images of the pack, if they are files. All arrays, with `more`, are those of `run_files.Predictions`.
+    of all images of the pack, if they are files. docs/trust.md lists the arrays, which `more` completes.
     """
     probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None

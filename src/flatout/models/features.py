@@ -86,11 +86,8 @@ def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
         return
     # In a head with a norm or hidden layers, the last layer counts.
     layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    hook = (layers[-1] if layers else head).register_forward_pre_hook(features.catch)
-    try:
+    with (layers[-1] if layers else head).register_forward_pre_hook(features.catch):
         yield features
-    finally:
-        hook.remove()
 
 
 def frozen_network(
@@ -170,7 +167,7 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
     """Export a network as an ONNX model for any number of images."""
     file = io.BytesIO()
     # Two images, since tracing makes the number 1 a constant; torch warns of Python numbers in a trace.
-    with torch.no_grad(), quiet("torch.onnx"), _no_output():
+    with torch.no_grad(), quiet(), _no_output():
         torch.onnx.export(
             network,
             (example[:2].contiguous(),),
