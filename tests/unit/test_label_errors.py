@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.label_errors import LabelError, LabelErrors, find_errors, recipe_of_folds, write_errors
+from flatout.analysis.label_errors import (
+    LabelError,
+    LabelErrors,
+    find_errors,
+    find_label_errors,
+    recipe_of_folds,
+    write_errors,
+)
 from flatout.cli.main import main
 from flatout.config import Data, Recipe
 from flatout.config.jobs import load_job
+from flatout.data.build import load
 from flatout.data.detect import recognise
 from flatout.data.source import ImageDataset
+from flatout.train.request import Options
+from flatout.utils.console import Console
 from tests.data.small_sets import png, shard
 
 RNG = np.random.default_rng(0)
@@ -142,6 +152,22 @@ def test_images_within_shards_get_no_list(found: LabelErrors, tmp_path: Path) ->
     assert lines[-1] == "corrected.csv is not written: the images are not separate files in one folder"
     assert result["corrected"] is None
     assert not (tmp_path / "corrected.csv").exists()
+
+
+def test_unreadable_images_may_have_been_packed_from_a_copy(tmp_path: Path) -> None:
+    for i in range(24):
+        path = tmp_path / "photos" / ("bright" if i % 2 else "dark") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x89PNG" if i == 3 else png(100 * (i % 2) + i))
+    first, copy = (tmp_path / folder / "photos.zip" for folder in ("first", "copy"))
+    shutil.make_archive(str(first.with_suffix("")), "zip", tmp_path / "photos")
+    copy.parent.mkdir()
+    shutil.copy(first, copy)
+    recipe = Recipe(model="parallel-cnn", image_size=8, epochs=1, batch_size=8, channels=1)
+    recipe = recipe.override({"data.on_bad_image": "skip", "data.max_bad_share": 0.5})
+    load(recognise(first), recipe, cache=True, report=Console(None))
+    found = find_label_errors(recipe, recognise(copy), Options(devices="cpu"), Console(None))
+    assert len(found.source) == len(found.probabilities) == 23
 
 
 def test_labels_must_be_one_class_for_each_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from flatout.analysis.check import label_of, name_of
 from flatout.analysis.look import thumbnails, tile
 from flatout.config import Recipe
+from flatout.data.build import load
 from flatout.data.source import DataSource, ImageDataset
 from flatout.inference.calibration import bias_corrected
 from flatout.report.html import write_page
@@ -30,7 +31,7 @@ from flatout.train.run import train
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import InputError
-from flatout.utils.files import printable, write_atomically
+from flatout.utils.files import write_atomically
 from flatout.utils.run_files import JsonObject
 
 PAGE, SUGGESTIONS, CORRECTED = "label-errors.html", "label-errors.csv", "corrected.csv"
@@ -168,8 +169,8 @@ def find_label_errors(
             predictions = dict(arrays)
         skipped = run_files.read_summary(out, {})["skipped_images"]
     if skipped and source.files is not None:
-        names = {printable(file): i for i, file in enumerate(source.files)}
-        source = source.without({names[name]: reason for name, reason in skipped.items()})
+        # Their names may be those of another copy, from which the cached pack was made.
+        source = source.without(load(data, recipe, cache=True, report=console).skipped_rows)
     probabilities = np.empty((len(source), predictions["probabilities"].shape[1]), np.float32)
     probabilities[predictions["row"]] = predictions["probabilities"]
     if "test" in source.splits:
