@@ -95,6 +95,15 @@ def found(job: str, data: str | None = None, images: int | None = None, classes:
     return work.images, work.classes, work.recipe.model
 
 
+def test_the_source_of_each_number_is_named() -> None:
+    def source(images: int | None, classes: int | None) -> str:
+        return find_work("fashion-mnist", None, {}, images, classes, console=Console(None)).about
+
+    assert source(None, None) == "as published"
+    assert source(1000, None) == "as published, but images as given"
+    assert source(1000, 5) == "as given"
+
+
 def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path) -> None:
     assert found("fashion-mnist") == (60_000, 10, "fashion-cnn")
     assert found("fashion-mnist", images=1000) == (1000, 10, "fashion-cnn")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import flatout
@@ -56,6 +57,11 @@ def test_predictions_for_files_of_12_bits_are_those_that_the_run_kept(run: flato
     worst = run.top_losses(1)[0]
     assert worst.file == names[worst.index]
     assert str(worst.file) in (run.path / "report.html").read_text() or worst.actual == worst.predicted
+
+
+def test_tensors_in_bfloat16_are_images(run: flatout.Run) -> None:
+    image = torch.rand(12, 12).bfloat16()
+    assert run.predict(image) == run.predict(image.float())
 
 
 def test_files_that_cannot_be_read(

@@ -240,7 +240,7 @@ def test_silence_and_broken_transfers_end(
 
 def test_what_arrives_damaged_is_not_kept(hub: Hub, caches: Path):
     hub.sent = hub.content[:-1] + bytes([hub.content[-1] ^ 1])
-    with pytest.raises(WeightsUnavailable, match="what arrived has another SHA-256 digest"):
+    with pytest.raises(WeightsUnavailable, match="the downloaded file has a different SHA-256 digest"):
         load()
     assert all(name == "main" for name in files(caches))
     hub.sent = hub.content
@@ -260,7 +260,7 @@ def test_a_damaged_file_in_a_cache_is_named(caches: Path, published: nn.Module):
     link = cached(caches, published.state_dict())
     content, file = link.read_bytes(), link.resolve()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert refusal() == f"{file}: is damaged (SHA-256); remove it to download it again"
+    assert refusal() == f"{file}: is damaged: its SHA-256 digest does not match; remove it to download it again"
     file.unlink()
     path = put(published.state_dict(), caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
@@ -389,7 +389,7 @@ def install(folder: Path, content: bytes) -> Path:
 
 @offline
 @pytest.mark.parametrize(
-    ("network", "share", "problem"), [("lite0", 2, "is damaged (SHA-256)"), ("lite1", 1, "do not fit the model")]
+    ("network", "share", "problem"), [("lite0", 2, "is damaged: its SHA-256"), ("lite1", 1, "do not fit the model")]
 )
 def test_a_bad_file_is_named_with_its_package(
     network: str, share: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,13 @@ def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Pat
         assert image.width > image.height > 400
 
 
+def test_folds_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["scale", "digits", "--devices", "cpu", "--set", "data.folds=3", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "data.folds = 3: flatout scale measures single runs; leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,13 @@ class Noise(nn.Module):
         return x.mean((2, 3)) + torch.rand_like(x).mean((2, 3))
 
 
+class FixedBatch(nn.Module):
+    """A network in whose trace the number of images is a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)).reshape(len(x), -1)
+
+
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
@@ -43,6 +50,11 @@ def test_features_are_those_of_torch_for_any_number_of_images(images: torch.Tens
     assert computed is not own
     for count in (1, 8, 19):
         torch.testing.assert_close(computed(images[:count]), own(images[:count]))
+
+
+def test_a_network_prepared_with_one_image_takes_several(images: torch.Tensor) -> None:
+    own = FixedBatch()
+    torch.testing.assert_close(frozen_network(own, images[:1], 2)(images), own(images))
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Unknown, "adaptive_avg_pool2d"), (Noise, "OpenVINO differ by")])

@@ -3,6 +3,9 @@
 import csv
 import dataclasses
 import json
+import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.label_errors import LabelError, LabelErrors, find_errors, recipe_of_folds, write_errors
+from flatout.analysis.label_errors import (
+    LabelError,
+    LabelErrors,
+    find_errors,
+    find_label_errors,
+    recipe_of_folds,
+    write_errors,
+)
 from flatout.cli.main import main
 from flatout.config import Data, Recipe
 from flatout.config.jobs import load_job
+from flatout.data.build import load
 from flatout.data.detect import recognise
+from flatout.data.source import ImageDataset
+from flatout.train.request import Options
+from flatout.utils.console import Console
+from tests.data.small_sets import png, shard
 
 RNG = np.random.default_rng(0)
 
@@ -106,6 +121,53 @@ def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path) -> N
     given = {row["file"]: row["given"] for row in read(tmp_path / "corrected.csv") if row["given"]}
     assert given == {rows[0]["file"]: rows[0]["given"]}
     assert sorted(p.name for p in photos.rglob("*.csv")) == []
+
+
+def in_archive(folder: Path, photos: Path) -> ImageDataset:
+    return recognise(Path(shutil.make_archive(str(folder / "photos"), "zip", photos.parent, photos.name))).read()
+
+
+def in_list_elsewhere(folder: Path, photos: Path) -> ImageDataset:
+    names = [file.relative_to(photos) for file in sorted(photos.rglob("*.png"))]
+    rows = [f"{name},{name.parts[1]},{name.parts[0]}" for name in names]
+    (folder / "list.csv").write_text("\n".join(["file,label,split", *rows]))
+    return recognise(folder / "list.csv", Data(images=str(photos))).read()
+
+
+@pytest.mark.parametrize("read_data", [in_archive, in_list_elsewhere])
+def test_the_printed_command_finds_the_images(
+    read_data: Callable[[Path, Path], ImageDataset], found: LabelErrors, photos: Path, tmp_path: Path
+) -> None:
+    source = read_data(tmp_path, photos)
+    _, lines = write_errors(dataclasses.replace(found, source=source), tmp_path)
+    _, _, listed, _, folder = shlex.split(lines[-1].partition(": ")[2])
+    assert [*(recognise(Path(listed), Data(images=folder)).read().files or ())] == [*(source.files or ())]
+
+
+def test_images_within_shards_get_no_list(found: LabelErrors, tmp_path: Path) -> None:
+    labels = {f"{i:02}.cls": b"%d" % (i % 2) for i in range(48)}
+    images = {f"{i:02}.png": png() for i in range(48)}
+    source = recognise(shard(tmp_path / "train.tar", dict(sorted((labels | images).items())))).read()
+    result, lines = write_errors(dataclasses.replace(found, source=source), tmp_path)
+    assert lines[-1] == "corrected.csv is not written: the images are not separate files in one folder"
+    assert result["corrected"] is None
+    assert not (tmp_path / "corrected.csv").exists()
+
+
+def test_unreadable_images_may_have_been_packed_from_a_copy(tmp_path: Path) -> None:
+    for i in range(24):
+        path = tmp_path / "photos" / ("bright" if i % 2 else "dark") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x89PNG" if i == 3 else png(100 * (i % 2) + i))
+    first, copy = (tmp_path / folder / "photos.zip" for folder in ("first", "copy"))
+    shutil.make_archive(str(first.with_suffix("")), "zip", tmp_path / "photos")
+    copy.parent.mkdir()
+    shutil.copy(first, copy)
+    recipe = Recipe(model="parallel-cnn", image_size=8, epochs=1, batch_size=8, channels=1)
+    recipe = recipe.override({"data.on_bad_image": "skip", "data.max_bad_share": 0.5})
+    load(recognise(first), recipe, cache=True, report=Console(None))
+    found = find_label_errors(recipe, recognise(copy), Options(devices="cpu"), Console(None))
+    assert len(found.source) == len(found.probabilities) == 23
 
 
 def test_labels_must_be_one_class_for_each_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

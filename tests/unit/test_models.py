@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.models.build import build_model, create_timm, list_names, usable_size
+from flatout.models.build import NETS, build_model, create_timm, usable_size
 from flatout.utils.errors import InputError
 from tests.nets import build
 
@@ -65,7 +65,7 @@ def other_shape(name: str, size: tuple[int, int], channels: int) -> nn.Module:
     return build_model(recipe.override({"image_size": size}), 3).eval()
 
 
-@pytest.mark.parametrize("name", [*list_names(), "timm:resnet10t", "timm:vit_tiny_patch16_224"])
+@pytest.mark.parametrize("name", [*NETS, "timm:resnet10t", "timm:vit_tiny_patch16_224"])
 @pytest.mark.parametrize(("size", "channels"), [((32, 64), 5), ((64, 32), 2)])
 def test_images_may_have_any_shape_and_number_of_channels(name: str, size: tuple[int, int], channels: int):
     with torch.no_grad():

@@ -59,7 +59,7 @@ SILENT_SECONDS = 120.0
 # A folder changed this recently may change again with the same time.
 CLOCK_SECONDS = 0.1
 SPARK_POINTS = 32
-# Values of the summary on a run's page, beside those of its row.
+# Values of the summary on a run's page, besides those of its row.
 FIGURES = (
     *("test_count", "valid_count", "input_wait_fraction", "peak_rss_bytes", "peak_device_bytes"),
     *("verdict", "notes"),

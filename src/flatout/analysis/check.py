@@ -137,8 +137,7 @@ def name_of(source: ImageDataset, index: int) -> str:
     if source.files is None:
         split = source.split_of(index)
         return f"{split}[{index - source.splits[split][0]}]"
-    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
-    return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
+    return printable(str(source.files[index]).removeprefix(f"{source.folder}{os.sep}"))
 
 
 def label_of(source: ImageDataset, index: int) -> str:
@@ -152,7 +151,7 @@ def label_of(source: ImageDataset, index: int) -> str:
 
 
 def dataset_figures(source: ImageDataset, headers: Headers) -> JsonObject:
-    """Return what `check` and `look` both report of a data set: its numbers of images, labels, sizes and modes."""
+    """Return the figures that `check` and `look` share: numbers of images, labels, sizes and modes."""
     numbers = {}
     if source.task == "regression":
         values = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}

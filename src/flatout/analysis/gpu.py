@@ -99,7 +99,7 @@ ALIASES = {"a100": "a100-80", "v100-32": "v100", "h100-sxm": "h100", "a6000": "r
 CONTEXT_BYTES, USABLE_SHARE = 0.7 * 2**30, 0.945
 # The median and the 90th percentile of the errors of networks that the efficiencies were not fitted to: of training on
 # an RTX 3090, and of prediction on GPUs that they were not fitted to either. See benchmarks/results/gpu-estimates.json.
-EXPECTED_ERRORS = {"training": (0.12, 0.33), "prediction": (0.12, 0.25)}
+EXPECTED_ERRORS = {"training": (0.12, 0.32), "prediction": (0.12, 0.25)}
 # Copies from pinned memory over PCIe 3.0 x16, in bytes per second: the least of these cards' hosts.
 HOST_BYTES_PER_SECOND = 12e9
 
@@ -112,7 +112,7 @@ class Efficiencies:
     depth: float = 7.42
     width: float = 10.2
     # Further factors of convolutions: gradients of weights; groups; gradients in groups that cuDNN has no fast kernels
-    # for; channels that are no multiple of 8.
+    # for; channels that are not a multiple of 8.
     weight_gradient: float = 0.627
     grouped: float = 0.769
     grouped_gradient: float = 0.0568
@@ -149,10 +149,9 @@ _TILE, _SPLIT = 128, 2048
 
 def chips_named(text: str) -> dict[str, Chip]:
     """Return the chips of a list such as `h100,rtx4090`."""
-    found = {}
+    found, plain = {}, {known.replace("-", ""): known for known in (*CHIPS, *ALIASES)}
     for word in text.split(","):
         name = word.strip().lower()
-        plain = {known.replace("-", ""): known for known in (*CHIPS, *ALIASES)}
         name = plain.get(name.replace("-", "").replace(" ", "").replace("_", ""), name)
         name = ALIASES.get(name, name)
         if name not in CHIPS:

@@ -22,6 +22,7 @@ import numpy as np
 from flatout.analysis.check import label_of, name_of
 from flatout.analysis.look import thumbnails, tile
 from flatout.config import Recipe
+from flatout.data.build import load
 from flatout.data.source import DataSource, ImageDataset
 from flatout.inference.calibration import bias_corrected
 from flatout.report.html import write_page
@@ -30,7 +31,7 @@ from flatout.train.run import train
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import InputError
-from flatout.utils.files import printable, write_atomically
+from flatout.utils.files import write_atomically
 from flatout.utils.run_files import JsonObject
 
 PAGE, SUGGESTIONS, CORRECTED = "label-errors.html", "label-errors.csv", "corrected.csv"
@@ -122,6 +123,14 @@ class LabelErrors:
         )
         return [warning] * (self.agreement < MIN_AGREEMENT)
 
+    @property
+    def can_be_listed(self) -> bool:
+        """Whether a CSV file can list the images: all are separate files in one folder."""
+        files, folder = self.source.files, self.source.folder
+        if files is None or folder is None:
+            return False
+        return all(isinstance(file, Path) and file.is_relative_to(folder) for file in files)
+
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
     """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
@@ -147,7 +156,7 @@ def find_label_errors(
 
     Images of a test split are judged by the networks of all folds, which have not seen them.
     """
-    source = data.read() if isinstance(data, DataSource) else data
+    source = data.read()
     if source.task != "single-label":
         raise InputError(
             f"{source.path or 'data'}: --labels needs one class for each image; this data is {source.task}"
@@ -160,8 +169,8 @@ def find_label_errors(
             predictions = dict(arrays)
         skipped = run_files.read_summary(out, {})["skipped_images"]
     if skipped and source.files is not None:
-        names = {printable(file): i for i, file in enumerate(source.files)}
-        source = source.without({names[name]: reason for name, reason in skipped.items()})
+        # Their names may be those of another copy, from which the cached pack was made.
+        source = source.without(load(data, recipe, cache=True, report=console).skipped_rows)
     probabilities = np.empty((len(source), predictions["probabilities"].shape[1]), np.float32)
     probabilities[predictions["row"]] = predictions["probabilities"]
     if "test" in source.splits:
@@ -175,7 +184,7 @@ def find_label_errors(
 
 
 def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
-    """Write page, suggestions and, for files, all labels corrected into a folder; return the result, and lines."""
+    """Write page, suggestions and, for separate files, a list of corrected labels; return the result, and lines."""
     source, rows = found.source, [_suggestion(found.source, error) for error in found.errors]
     columns = [name for name in COLUMNS if name != "file" or source.files is not None]
     _write_csv(out / SUGGESTIONS, columns, ([row[name] for name in columns] for row in rows))
@@ -188,13 +197,15 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
     lines += [f"page: {out / PAGE}", f"suggestions: {out / SUGGESTIONS}"]
     result = {"images": len(source), "errors": [{k: row[k] for k in columns} for row in rows]}
     result |= {"agreement": found.agreement, "out": str(out), "corrected": None}
-    if source.files is not None and source.path is not None:
+    if found.can_be_listed:
         changes = {e.index: source.classes[e.suggested] for e in found.errors if e.confidence >= CORRECTED_FROM}
         write_corrected(source, changes, out / CORRECTED)
         result |= {"corrected": str(out / CORRECTED), "applied": len(changes)}
-        folder = source.path if source.path.is_dir() else source.path.parent
-        words = shlex.join(["flatout", "train", str(out / CORRECTED), "--images", str(folder)])
-        lines.append(f"{counted(len(changes), 'label')} corrected, those of {CORRECTED_FROM:g} or more: {words}")
+        words = shlex.join(["flatout", "train", str(out / CORRECTED), "--images", str(source.folder)])
+        corrected = f"{counted(len(changes), 'label')} with a confidence of at least {CORRECTED_FROM:g} corrected"
+        lines.append(f"{corrected}; train on the result: {words}")
+    else:
+        lines.append(f"{CORRECTED} is not written: the images are not separate files in one folder")
     return result, lines
 
 
@@ -225,7 +236,7 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
         "tiles": [tile(image) | row for row, image in zip(shown, images, strict=True)],
         "pairs": [(given, suggested, times) for (given, suggested), times in pairs.most_common(MAX_PAIRS)],
         "suggestions": SUGGESTIONS,
-        "corrected": CORRECTED if source.files is not None and source.path is not None else "",
+        "corrected": CORRECTED if found.can_be_listed else "",
     }
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flatout.analysis import check_free, make_folder
 from flatout.analysis.check import (
     EXTREME,
     FEW_IMAGES,
@@ -29,14 +28,15 @@ from flatout.config import Recipe
 from flatout.data.build import bits_of
 from flatout.data.decode import decode_image, read_file, read_header
 from flatout.data.pixels import BadImage, resize_images
-from flatout.data.source import DataSource, ImageDataset, describe
+from flatout.data.source import ImageDataset
 from flatout.engine import augment, pixels
 from flatout.engine.devices import parse_devices
 from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, framed, page, thumbnail, write_page
 from flatout.tasks import with_task
 from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve
-from flatout.utils.console import Console
+from flatout.utils.console import Console, counted
+from flatout.utils.files import check_free, make_folder
 from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, permutation
 from flatout.utils.run_files import JsonObject, visible, write_json
@@ -153,7 +153,7 @@ class Look:
     def __init__(self, source: ImageDataset, headers: Headers, recipe: Recipe, reasons: Sequence[str] = ()) -> None:
         self.source, self.headers, self.recipe, self.reasons = source, headers, recipe, tuple(reasons)
         self._extreme = headers.extreme().tolist()
-        self.title = describe(source.kind, source.classes, source.splits, source.task)
+        self.title = source.describe()
 
     def __repr__(self) -> str:
         return f"<Look: {self.title}>"
@@ -180,18 +180,17 @@ class Look:
             remarks.append("There is one split: training takes validation and test images from it.")
         if few:
             names = ", ".join(few[:5]) + ", …" * (len(few) > 5)
-            remarks.append(f"{len(few):,} classes have fewer than {FEW_IMAGES} training images: {names}.")
+            remarks.append(f"{counted(len(few), 'class')} with fewer than {FEW_IMAGES} training images: {names}.")
         ranked = sorted((n, name) for name, n in counts.items())
         if ranked and ranked[-1][0] >= 3 * max(1, ranked[0][0]):
             (least, smallest), (most, largest) = ranked[0], ranked[-1]
             remarks.append(f"Classes are unbalanced: {most:,} images of {largest}, {least:,} of {smallest}.")
         if unreadable := len(figures["unreadable"]):
-            remarks.append(f"{unreadable:,} images cannot be read.")
+            remarks.append(f"{counted(unreadable, 'image')} cannot be read.")
         if extreme := len(figures["extreme"]):
             times = f"{EXTREME:g} times"
-            remarks.append(
-                f"{extreme:,} images have a side {times} the other, or are {times} as large or small as usual."
-            )
+            shapes = f"a side {times} the other, or {times} as large or small as usual"
+            remarks.append(f"{counted(extreme, 'image')} with {shapes}.")
         return remarks
 
     def groups(self) -> list[Group]:
@@ -295,7 +294,7 @@ class Look:
             InputError: the folder holds something, or cannot be written.
         """
         check_free(Path(out))
-        folder = make_folder(Path(out), "look")
+        folder = make_folder(Path(out))
         write_page(folder / PAGE, "look.html.j2", self.content())
         write_json(folder / FIGURES, self.figures)
         return folder / PAGE
@@ -311,7 +310,7 @@ def look_at(job: Any, data: Any, changes: Mapping[str, object], console: Console
     recipe, found = resolve(
         job, data, changes, accelerated=accelerated, console=console, explain=reasons.append, fetch=False
     )
-    source = found.read() if isinstance(found, DataSource) else found
+    source = found.read()
     headers = read_headers(source, console)
     console.finish()
     return Look(source, headers, with_task(recipe, source.task), reasons)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from flatout import __version__
-from flatout.analysis import check_free, default_folder
 from flatout.analysis.throughput import endless_epochs
 from flatout.config import Recipe
 from flatout.data.source import DataSource, ImageDataset
@@ -25,6 +24,7 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 from flatout.utils import style
 from flatout.utils.console import Console, aligned
 from flatout.utils.errors import TrainingFailed
+from flatout.utils.files import check_free, default_folder
 from flatout.utils.run_files import JsonObject, write_json
 from flatout.utils.style import shorten
 

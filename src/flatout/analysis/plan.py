@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.analysis import check_free, make_folder
 from flatout.analysis.gpu import chips_named, estimate_on_gpus
 from flatout.analysis.tpu import compiler_versions, estimate_row, parse_topologies, step_compiler
 from flatout.config import Recipe
@@ -21,6 +20,7 @@ from flatout.tasks import with_task
 from flatout.train.recipes import resolve, start_of
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError
+from flatout.utils.files import check_free, default_folder, make_folder
 from flatout.utils.run_files import JsonObject, write_json
 from flatout.utils.style import plain
 
@@ -113,7 +113,7 @@ def plan(
         **planned,
         "versions": compiler_versions(),
     }
-    out = make_folder(out, f"plan-{recipe.job}")
+    out = make_folder(out or default_folder(f"plan-{recipe.job}"))
     write_json(out / PLAN_RESULT, result)
     return {**result, "out": str(out)}
 
@@ -148,6 +148,9 @@ def find_work(
         sizes, about = PUBLISHED[job], "as published"
     else:
         raise InputError(f"{job}: the size of its data is unknown; give --images N and --classes K, or --data PATH")
+    given = [name for name, value in (("images", images), ("classes", classes)) if value is not None]
+    if given and about != "as given":
+        about = f"{about}, but {' and '.join(given)} as given"
     if not recipe.data.mean:
         # The values do not affect speed.
         recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})
@@ -172,7 +175,7 @@ def _count(
 
 
 def format_plan(result: JsonObject) -> list[str]:
-    """Return what `plan` returned as lines."""
+    """Return the result of `plan` as lines."""
     head = (
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})"

@@ -16,7 +16,6 @@ from itertools import chain, count, cycle, islice
 from pathlib import Path
 
 from flatout import __version__
-from flatout.analysis import check_free, make_folder
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.data.build import load
@@ -31,7 +30,7 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 from flatout.utils import style
 from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
-from flatout.utils.files import write_atomically
+from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import RECIPE, SCALING, JsonObject, write_json
 from flatout.utils.style import shorten
 
@@ -234,10 +233,12 @@ def scale(
     check_free(out)
     accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    if recipe.data.folds and not recipe.data.fold:
+        raise InputError(f"data.folds = {recipe.data.folds}: flatout scale measures single runs; leave it out")
     # Decoded here, because otherwise only the first run would include decoding.
     load(found, recipe, cache=True, report=console)
     console.finish()
-    out = make_folder(out, f"scale-{recipe.job}")
+    out = make_folder(out or default_folder(f"scale-{recipe.job}"))
     title = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
     write_atomically(out / RECIPE, recipe.to_toml(title).encode())
     head = {
@@ -314,7 +315,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 
 def _figures(folder: Path) -> JsonObject:
-    """Return what is compared of a run; None for what was not measured."""
+    """Return the compared figures of a run; those that were not measured are None."""
     run = Run(folder)
     summary, epochs = run.summary, [line["seconds"] for line in run.epochs]
     split = "test" if summary["test_count"] else "valid"

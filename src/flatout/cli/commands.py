@@ -8,12 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.analysis import check_free, default_folder, make_folder
 from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, load_recipe, with_settings
 from flatout.config.settings import Size, collapse_size, nearest, parse_setting
 from flatout.distributed.environment import Hosts
-from flatout.utils.console import Console, aligned
+from flatout.utils.console import Console, aligned, counted
 from flatout.utils.errors import InputError
+from flatout.utils.files import check_free, default_folder, make_folder
 
 if TYPE_CHECKING:
     from flatout.data.source import DataSource, ImageDataset
@@ -259,7 +259,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     predictions = predict(run, args.files, **flags, on_bad_image=bad, note=console.note)
     if args.csv:
         counts = write_csv(args.csv, run, predictions, top=args.top)
-        line = f"{args.csv}: {counts['images']:,} images, {counts['unreadable']:,} of them cannot be read"
+        line = f"{args.csv}: {counted(counts['images'], 'image')}, {counts['unreadable']:,} of them cannot be read"
         return {"run": str(args.run), "csv": str(args.csv), **counts}, [line]
     found = list(predictions)
     lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in found]
@@ -275,11 +275,12 @@ def do_predict(args: Namespace, console: Console) -> Output:
 )
 def do_export(args: Namespace, console: Console) -> Output:
     """Write a run for other programs (ONNX), verified on its test images."""
-    from flatout.inference.export import export
+    from flatout.inference.export import FORMAT, export
     from flatout.inference.run import load
 
-    run = load(args.run, allow_code=args.allow_code)
-    done = export(run, args.out, **picked(args, "format data"), console=console)
+    if args.format not in (None, FORMAT):
+        raise InputError(f"--format {args.format}: the only format is {FORMAT}")
+    done = export(load(args.run, allow_code=args.allow_code), args.out, data=args.data, console=console)
     return done.to_dict(), done.lines()
 
 
@@ -367,7 +368,7 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     if not recipe.pretrained:
         console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
     found = find_label_errors(recipe, data, options, console)
-    return write_errors(found, make_folder(args.out, f"labels-{recipe.job}"))
+    return write_errors(found, make_folder(args.out or default_folder(f"labels-{recipe.job}")))
 
 
 @command(

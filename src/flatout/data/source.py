@@ -64,7 +64,7 @@ class ImageDataset:
 
     `kind` is the format in words, such as "class folders"; `path` is None for data given in Python. `classes` are empty
     in regression. `splits` are name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-    `notes` are sentences for the user about how the data was read.
+    `notes` are sentences for the user about how the data was read. `image_folder` is `data.images`, if given.
     """
 
     kind: str
@@ -77,6 +77,7 @@ class ImageDataset:
     images: np.ndarray | None = None
     groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
+    image_folder: Path | None = None
     unpacked: UnpackedArchive | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +143,15 @@ class ImageDataset:
         )
 
     @property
+    def folder(self) -> Path | None:
+        """The folder that the names of image files are relative to; None for data given in Python."""
+        if self.image_folder is not None:
+            return self.image_folder
+        if self.unpacked is not None:
+            return self.unpacked.folder
+        return self.path if self.path is None or self.path.is_dir() else self.path.parent
+
+    @property
     def group_numbers(self) -> np.ndarray | None:
         """The groups as indices, int64 [N]."""
         return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
@@ -197,6 +207,7 @@ def assemble(
     subject: str = "",
     task: str = "auto",
     groups: Sequence[str] | None = None,
+    image_folder: Path | None = None,
 ) -> ImageDataset:
     """Return the data set of split -> (images, labels); every format uses this.
 
@@ -234,6 +245,7 @@ def assemble(
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
+        image_folder=image_folder,
     )
 
 

@@ -7,8 +7,7 @@ Shape letters: N or B images, K outputs, C channels, H height, W width, h and w 
 import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from flatout.engine import augment, pixels
 from flatout.models.keras import KerasModule
 from flatout.report.pictures import overlaid
 from flatout.utils.errors import InputError
-from flatout.utils.files import write_atomically
+from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import visible
 
 if TYPE_CHECKING:
@@ -80,12 +79,11 @@ def _recorded(model: nn.Module) -> Iterator[list[torch.Tensor]]:
         if isinstance(output, torch.Tensor) and output.requires_grad and output.is_floating_point():
             outputs.append(output)
 
-    hooks = [module.register_forward_hook(record) for module in model.modules() if module is not model]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module is not model:
+                hooks.enter_context(module.register_forward_hook(record))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _as_grid(
@@ -160,17 +158,13 @@ class HeatmapWriter:
     """Writes a PNG for each image into a new or empty folder: the model's input next to its heatmap."""
 
     def __init__(self, run: "Run", folder: Path | str) -> None:
-        self.run, self.folder = run, Path(folder or f"runs/explain-{datetime.now():%Y%m%d-%H%M%S}")
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise InputError(f"{self.folder}: exists and is not an empty folder; choose another --explain")
+        self.run, self.folder = run, Path(folder or default_folder("explain"))
+        check_free(self.folder, "--explain")
         self._count = 0
 
     def write(self, names: list[str], pixels_NHWC: np.ndarray, answers: np.ndarray) -> list[str]:
         """Write pictures of images as they are stored, and return their paths; for `answers` see `heatmaps`."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written: {error.strerror}; choose another --explain") from None
+        make_folder(self.folder, "--explain")
         paths = []
         maps = heatmaps(self.run, pixels_NHWC, answers)
         shown = visible(pixels.centre(pixels_NHWC, *self.run.recipe.eval_sides))

@@ -8,10 +8,8 @@ import copy
 import importlib.util
 import io
 import json
-import logging
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from flatout.data.batches import Split
 from flatout.engine.augment import tta_views
 from flatout.engine.pixels import FROM_16_BITS, view
 from flatout.inference.evaluate import held_out, labelled
+from flatout.models.build import quiet
 from flatout.models.keras import KerasModule
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, causes, first_line
@@ -175,19 +174,6 @@ def metadata_of(run: "Run") -> dict[str, str]:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Keep torch from printing warnings, logs and whole programs."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
 def write_onnx(run: "Run", path: Path) -> Predict:
     """Write a run as an ONNX file, for images of any number, height and width; return a function that runs the file."""
     if any(importlib.util.find_spec(name) is None for name in ("onnxscript", "onnxruntime")):
@@ -205,7 +191,7 @@ def write_onnx(run: "Run", path: Path) -> Predict:
     names = ("N", "height", "width")
     axes = {axis: torch.export.Dim(name) for axis, name in enumerate(names)}
     try:
-        with quietly():
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
             program = torch.export.export(classifier, (images,), dynamic_shapes=(axes,))
             made = torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=["images"], output_names=["probabilities"]
@@ -280,13 +266,9 @@ class Exported:
         ]
 
 
-def export(
-    run: "Run", out: str | Path, *, format: str | None = None, data: object = None, console: Console
-) -> Exported:
+def export(run: "Run", out: str | Path, *, data: object = None, console: Console) -> Exported:
     """See `Run.export`; `console` shows progress."""
     out = Path(out)
-    if format not in (None, FORMAT):
-        raise InputError(f"--format {format}: the only format is {FORMAT}")
     if out.suffix != ".onnx":
         raise InputError(f"--out {out}: must end in .onnx")
     if out.exists():
@@ -363,4 +345,4 @@ def check_on_noise(run: "Run", predict: Predict) -> None:
     images = np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
     difference = np.abs(predict(images) - run.probabilities(images)).max() / run.task.label_std
     if not difference <= NUMBER_TOLERANCE:
-        raise InputError(f"the export answers otherwise than the run, by up to {difference:.3g}")
+        raise InputError(f"the exported file's results differ from the run's by up to {difference:.3g}")

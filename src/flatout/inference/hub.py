@@ -14,7 +14,7 @@ from flatout.config import load_recipe
 from flatout.models.hub import hub_transfers
 from flatout.models.weights import read_weights, save_tensors
 from flatout.tasks import describe_metrics
-from flatout.utils.console import Console, duration
+from flatout.utils.console import Console, counted, duration
 from flatout.utils.errors import InputError, causes, first_line
 from flatout.utils.files import write_atomically
 from flatout.utils.run_files import (
@@ -133,7 +133,7 @@ def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = Fal
 
 def format_upload(result: JsonObject) -> list[str]:
     """Return the result of `upload` as text."""
-    files = f"{len(result['files'])} files, {result['bytes'] / 1e6:,.1f} MB"
+    files = f"{counted(len(result['files']), 'file')}, {result['bytes'] / 1e6:,.1f} MB"
     return [f"uploaded {files}", result["page"], f"use it: flatout predict {result['url']} FILE"]
 
 
@@ -167,7 +167,7 @@ def _publish(
         if theirs and not overwrite:
             names = ", ".join(theirs[:5]) + (f" and {len(theirs) - 5} more" if len(theirs) > 5 else "")
             raise InputError(f"{url}: exists and has files ({names}); give --overwrite, or choose another name")
-    console.note(f"uploading {len(files)} files to {page}")
+    console.note(f"uploading {counted(len(files), 'file')} to {page}")
     # One commit: `upload_folder` may make several.
     operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in files]
     operations += [CommitOperationDelete(name) for name in theirs if _is_own(name) and name not in files]

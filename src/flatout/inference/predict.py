@@ -256,7 +256,8 @@ def _named(images: object, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
 def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
     if isinstance(images, torch.Tensor):
-        images = images.detach().cpu().numpy()
+        # NumPy lacks bfloat16.
+        images = (images.float() if images.dtype == torch.bfloat16 else images).detach().cpu().numpy()
     channels = recipe.channels
     ends = (images.shape[0], images.shape[-1]) if channels > 1 else images.shape[-1:]
     if images.ndim == 2 or (images.ndim == 3 and channels in ends):

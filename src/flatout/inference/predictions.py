@@ -57,7 +57,7 @@ def write_predictions(
     """Store all predictions and the few images of the pictures, so that a report needs no data.
 
     The folder has the weights already. `note` receives the reason why the report has no heatmaps; `files` are the names
-    of all images of the pack, if they are files. All arrays, with `more`, are those of `run_files.Predictions`.
+    of all images of the pack, if they are files. docs/trust.md lists the arrays, which `more` completes.
     """
     probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None
@@ -113,20 +113,19 @@ def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
     if not pack.is_decoded or not path or "://" in path:
         return None
     try:
-        found = find(path, recipe.data, recipe.task)
-        if isinstance(found, DataSource):
-            if found.inputs:  # a container, which takes long to read
-                return None
-            found = found.read()
+        source = find(path, recipe.data, recipe.task)
+        if isinstance(source, DataSource) and source.inputs:  # a container, which takes long to read
+            return None
+        found = source.read()
     except (InputError, OSError):
         return None
-    if found.files is None or found.path is None:
+    if found.files is None or found.folder is None:
         return None
     files = [printable(file) for file in found.files]
     kept = ~np.isin(np.arange(len(files)), list(pack.skipped_rows))
     if not np.array_equal(found.labels[kept], pack.labels):
         return None
-    folder = f"{found.path if found.path.is_dir() else found.path.parent}{os.sep}"
+    folder = f"{found.folder}{os.sep}"
     return [file.removeprefix(folder) for file, is_kept in zip(files, kept.tolist(), strict=True) if is_kept]
 
 

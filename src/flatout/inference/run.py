@@ -205,12 +205,11 @@ class Run:
         found = predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain, on_bad_image=on_bad_image)
         return list(found)
 
-    def export(self, out: str | Path, *, format: str | None = None, data: object = None) -> "Exported":
+    def export(self, out: str | Path, *, data: object = None) -> "Exported":
         """Write the run as ONNX for other programs, verified on its test images; see `docs/export.md`.
 
         Args:
             out: a new file, such as "model.onnx". A cross-validation is written as the mean of its folds.
-            format: "onnx", the only format.
             data: other images to verify on; by default the run's own.
 
         Raises:
@@ -219,7 +218,7 @@ class Run:
         """
         from flatout.inference.export import export
 
-        return export(self, out, format=format, data=data, console=Console())
+        return export(self, out, data=data, console=Console())
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
         """Return class probabilities, float32 [N, K], or numbers [N, 1], of images in the stored size and bits.

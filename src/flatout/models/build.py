@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.models.weights import Tensors
 
 # The names of the built-in nets, and their classes in `models.nets`, which imports torch.
-_NETS = {
+NETS = {
     "fashion-cnn": "FashionCNN",
     "cats-dogs-cnn": "CatsDogsCNN",
     "parallel-cnn": "ParallelCNN",
@@ -43,16 +43,11 @@ _NETS = {
 }
 
 
-def list_names() -> list[str]:
-    """List the names of the built-in nets."""
-    return list(_NETS)
-
-
 def net_named(name: str) -> "Callable[..., nn.Module] | None":
     """Return the constructor (outputs, image size, channels) of a built-in net; None for other names."""
     from flatout.models import nets
 
-    return getattr(nets, _NETS[name]) if name in _NETS else None
+    return getattr(nets, NETS[name]) if name in NETS else None
 
 
 def default_shape(name: str) -> tuple[int, Size, int]:
@@ -69,21 +64,21 @@ def default_shape(name: str) -> tuple[int, Size, int]:
 
 
 def published_config(name: str) -> "PretrainedCfg | None":
-    """Return what timm knows about the published weights of a model, `timm:NAME` or `timm:NAME.TAG`."""
+    """Return timm's configuration of the published weights of a model, `timm:NAME` or `timm:NAME.TAG`."""
     import timm
 
     return timm.get_pretrained_cfg(name.removeprefix("timm:")) if name.startswith("timm:") else None
 
 
 def check_name(name: str) -> None:
-    """Check the name of a model: one of `list_names()`, one of timm's, or a factory."""
-    if name in _NETS or (":" in name and not name.startswith("timm:")):
+    """Check the name of a model: one of `NETS`, one of timm's, or a factory."""
+    if name in NETS or (":" in name and not name.startswith("timm:")):
         return
     import timm
 
     architecture, _, tag = name.removeprefix("timm:").partition(".")
     if ":" not in name:
-        hint = f"{nearest(name, _NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
+        hint = f"{nearest(name, NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
         if name.endswith(".py"):
             hint = f"to use a class or function of this file, write {name}:NAME"
         elif timm.is_model(architecture):
@@ -111,7 +106,7 @@ def build_model(
     """Build the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
 
     It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. `recipe.model` is one of
-    `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`. A factory returns a torch.nn.Module and
+    `NETS`, `timm:NAME`, `package.module:factory` or `file.py:factory`. A factory returns a torch.nn.Module and
     takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature names them.
 
     Args:
@@ -127,7 +122,7 @@ def build_model(
         name, model = recipe.model, _build(recipe, num_outputs, allow_code)
     else:
         name, model = type(module).__name__, copied(module)
-    if module is not None or name not in _NETS:
+    if module is not None or name not in NETS:
         ensure_logits(model, name, recipe, num_outputs, report)
     if recipe.eval_sides != recipe.image_sides:
         check_size(model, name, recipe, num_outputs, recipe.data.eval_size, "data.eval_size")
@@ -188,16 +183,15 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet(library: str = "timm") -> Iterator[None]:
-    """Suppress the log of a library and torch's warnings inside the block."""
-    logger = logging.getLogger(library)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def quiet() -> Iterator[None]:
+    """Suppress the logs and warnings of libraries inside the block."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)
 
 
 # ---- timm ------------------------------------------------------------------------------------------------------------

@@ -86,11 +86,8 @@ def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
         return
     # In a head with a norm or hidden layers, the last layer counts.
     layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    hook = (layers[-1] if layers else head).register_forward_pre_hook(features.catch)
-    try:
+    with (layers[-1] if layers else head).register_forward_pre_hook(features.catch):
         yield features
-    finally:
-        hook.remove()
 
 
 def frozen_network(
@@ -98,19 +95,21 @@ def frozen_network(
 ) -> Function:
     """Compile a network in evaluation mode, [B, C, H, W] to [B, ...], for the CPU.
 
-    If OpenVINO does not support it, or results for `example`, at least two images, differ from torch's, the reason
+    If OpenVINO does not support it, or results for `example`, one or more images, differ from torch's, the reason
     is reported, and the network itself is returned.
     """
     network.eval()
+    # One image would be exported as a network for single images.
+    example = torch.cat([example[:COMPARED]] * COMPARED)[:COMPARED]
     key = _key(network, example, threads)
     try:
         computed = _kept.get(key) or _compiled(_exported(network, example), threads)
-        found = computed(example[:COMPARED])
+        found = computed(example)
     except Exception as error:  # exporter and runtime raise anything on networks that they do not support
         report(f"features are computed by torch: OpenVINO cannot ({type(error).__name__}: {first_line(error)})")
         return network
     with torch.no_grad():
-        expected = network(example[:COMPARED]).float()
+        expected = network(example).float()
     difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not difference <= TOLERANCE:
         report(f"features are computed by torch: those of OpenVINO differ by {difference:.1e} of the largest")
@@ -168,7 +167,7 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
     """Export a network as an ONNX model for any number of images."""
     file = io.BytesIO()
     # Two images, since tracing makes the number 1 a constant; torch warns of Python numbers in a trace.
-    with torch.no_grad(), quiet("torch.onnx"), _no_output():
+    with torch.no_grad(), quiet(), _no_output():
         torch.onnx.export(
             network,
             (example[:2].contiguous(),),

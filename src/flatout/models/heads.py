@@ -109,12 +109,10 @@ def _inputs_of(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, list[tor
     def catch(layer: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         inputs.setdefault(layer, []).append(arguments[0])
 
-    hooks = [layer.register_forward_pre_hook(catch) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(catch))
         yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class FeatureNetwork(nn.Module):
@@ -163,7 +161,7 @@ class HeadNetwork(nn.Module):
 def before_head(model: nn.Module, head: Head) -> Cut:
     """Cut a model before its head; everything before must be frozen and deterministic."""
     suffix = HeadNetwork(model, head)
-    return Cut(prefix=FeatureNetwork(model, head), train_suffix=suffix, eval_suffix=suffix, at=head.layers[0])
+    return Cut(prefix=FeatureNetwork(model, head), train_suffix=suffix, eval_suffix=suffix)
 
 
 @torch.no_grad()

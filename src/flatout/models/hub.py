@@ -147,7 +147,8 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
     path = next((path for path in _places(repository, url) if path.is_file()), None)
     if path is not None:
         if _is_damaged(path):
-            raise InputError(f"{path.resolve()}: is damaged (SHA-256); remove it to download it again")
+            wrong = "is damaged: its SHA-256 digest does not match; remove it to download it again"
+            raise InputError(f"{path.resolve()}: {wrong}")
         return path
     installed, is_known = find_installed(model_name), bool(_recent_failure())
     try:
@@ -159,7 +160,7 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
             raise
         if _is_damaged(installed.path):
             what = f"{installed.path} of {installed.origin}"
-            raise InputError(f"{what}: is damaged (SHA-256); {installed.fix}") from error
+            raise InputError(f"{what}: is damaged: its SHA-256 digest does not match; {installed.fix}") from error
         if not is_known:
             report(f"{error.problem}: using the weights of {installed.origin}")
         return installed.path
@@ -265,7 +266,7 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
         if _is_damaged(path):
             path.resolve().unlink()
             path.unlink(missing_ok=True)  # the link to it
-            raise OSError("what arrived has another SHA-256 digest")
+            raise OSError("the downloaded file has a different SHA-256 digest")
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"

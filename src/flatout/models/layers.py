@@ -195,13 +195,12 @@ def set_dropout(model: nn.Module, share: float) -> None:
 class Cut:
     """A model in two parts that share its parameters: `model(x) == suffix(prefix(x))`.
 
-    The prefix is frozen, deterministic and in evaluation mode; `at` is the name of its last operation.
+    The prefix is frozen, deterministic and in evaluation mode.
     """
 
     prefix: nn.Module
     train_suffix: nn.Module
     eval_suffix: nn.Module
-    at: str
 
     @property
     def layers(self) -> int:
@@ -238,7 +237,7 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
         return None
     prefix, train_suffix = _split(train_graph, index)
     _, eval_suffix = _split(eval_graph, eval_index)
-    return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix, at=at)
+    return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix)
 
 
 class _Tracer(fx.Tracer):

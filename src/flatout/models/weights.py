@@ -25,8 +25,7 @@ _MAX_LISTED = 4
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks; shared ones are written twice.
 
-    The library would hold all of it in memory once more, and orders metadata at random, so that equal weights would be
-    different files.
+    The library orders metadata at random, so that equal weights would be different files.
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     ordered = sorted(plain.items(), key=lambda named: (-named[1].element_size(), named[0]))

@@ -13,7 +13,7 @@ from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, download_public, is_remote,
 from flatout.data.source import DataSource, ImageDataset
 from flatout.data.unpack import is_archive
 from flatout.engine.factory import Speeds
-from flatout.models.build import check_name, list_names
+from flatout.models.build import NETS, check_name
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -90,7 +90,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, object]) -> 
 def _with_full_name(changes: Mapping[str, object]) -> Mapping[str, object]:
     """Prefix the model name with `timm:` if only timm has it."""
     name = changes.get("model")
-    if not isinstance(name, str) or name in list_names():
+    if not isinstance(name, str) or name in NETS:
         return changes
     if ":" not in name:
         import timm

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +50,7 @@ from flatout.train.request import Ended, Options, RunLog, TrainContext, TrainReq
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.utils.files import default_folder
 from flatout.utils.host import available_memory
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def train(request: TrainRequest, console: Console) -> Path:
         _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     if options.hosts.most > 1 and options.out is None:
         # All hosts use the first host's name, also after a restart.
-        folder = Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
+        folder = default_folder(recipe.job)
         request = replace(request, options=replace(options, out=folder))
     if not recipe.data.folds or recipe.data.fold:
         return _train_one(console, request)

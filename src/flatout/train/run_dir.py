@@ -6,7 +6,6 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from flatout.train.progress import Progress, from_plain, to_plain
 from flatout.train.request import Options, TrainContext, TrainRequest
 from flatout.utils import run_files
 from flatout.utils.errors import InputError, Stopped
-from flatout.utils.files import lock, sweep_temporary_files, write_atomically
+from flatout.utils.files import default_folder, lock, sweep_temporary_files, write_atomically
 from flatout.utils.host import process_place
 from flatout.utils.run_files import JsonObject
 
@@ -99,8 +98,8 @@ def _make(out: Path | None, job: str) -> Path:
     if out:
         out.mkdir(parents=True, exist_ok=True)
         return out
-    name = f"runs/{job}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder, number = Path(name), 1
+    name = default_folder(job)
+    folder, number = name, 1
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)

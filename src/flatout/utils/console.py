@@ -157,8 +157,9 @@ def duration(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Format a count: `1 step`, `2,000 steps`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Format a count: `1 step`, `2,000 steps`, `3 classes`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

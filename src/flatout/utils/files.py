@@ -1,4 +1,4 @@
-"""Atomic files, and locks."""
+"""Atomic files, locks, and folders for output."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from flatout.utils.errors import DiskFull, InputError
@@ -76,3 +77,26 @@ def sweep_temporary_files(folder: Path) -> None:
 def printable(name: object) -> str:
     """Return a path or name with bytes that are not UTF-8 escaped, as in `caf\\xe9`, so that it can be written."""
     return os.fsencode(str(name)).decode("utf-8", "backslashreplace")
+
+
+# --- folders for output -----------------------------------------------------------------------------------------------
+
+
+def check_free(folder: Path | None, flag: str = "--out") -> None:
+    """Raise InputError if an output folder, which `flag` names, is not empty."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: exists and is not an empty folder; choose another {flag}")
+
+
+def default_folder(name: str) -> Path:
+    """Return a new name under `runs/`."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def make_folder(folder: Path, flag: str = "--out") -> Path:
+    """Make an output folder if it is missing; raise InputError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror}; choose another {flag}") from None
+    return folder

@@ -46,7 +46,7 @@ _TYPES: dict[type | tuple[type, ...], str] = {
 class Predictions:
     """The model's predictions on N images of one split, and M of these images, for display.
 
-    Runs of earlier versions lack what may be None.
+    Runs of earlier versions lack what may be None. The file has more, such as `unknown`, for other programs.
     """
 
     split: str  # "test", "valid", or "held-out" in a cross-validation
@@ -60,11 +60,7 @@ class Predictions:
     heatmaps: np.ndarray | None = None  # of the first mistakes, uint8 [.., H, W], of the centre of larger images
     row: np.ndarray | None = None  # int64 [N], of each image in the pack
     name: np.ndarray | None = None  # text [N], their files, if they are files
-    fold: np.ndarray | None = None  # int64 [N], of each image of a cross-validation, predicted by the run without it
-    test_probabilities: np.ndarray | None = None  # of a test split, in a cross-validation and its folds
-    classes: np.ndarray | None = None  # their names, text [K]
     brightness: np.ndarray | None = None  # the mean values of some images, to recognise them, float32 in 0..1
-    unknown: np.ndarray | None = None  # the OOD score of each image, float32 [N], with a detector
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,7 +163,6 @@ def read_predictions(run: Path, summary: JsonObject, missing: dict[str, str]) ->
             finite_N = np.isfinite(content["probabilities"]).all(axis=1)
             content["predicted"] = np.where(finite_N, content["probabilities"].argmax(axis=1), -1)
         content["split"], content["images"] = str(content["split"]), visible(content["images"])
-        # A later version may add arrays.
         return Predictions(**{f.name: content[f.name] for f in fields(Predictions) if f.name in content})
     except FileNotFoundError:
         missing[path.name] = "There was no test data, or the run ended before the model was tested."

@@ -287,6 +287,10 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
 # Files
 
 
+def _image_folder(options: ReadOptions) -> Path | None:
+    return Path(os.path.expanduser(options.images)) if options.images else None  # noqa: PTH111 - Path drops "./"
+
+
 class _Locator:
     """Finds the image files that rows of a split name, without suffix if only one fits.
 
@@ -295,8 +299,7 @@ class _Locator:
     """
 
     def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
-        if options.images:
-            images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
+        if images := _image_folder(options):
             if not images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
             self._bases, self._where = [images, folder], f"{images} and {folder}"
@@ -412,6 +415,7 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
         subject=f"{next(iter(lists.values()))}: column {', '.join(map(repr, names))}",
         task=options.task,
         groups=[group for split in parts for group in groups[split]] or None,
+        image_folder=_image_folder(options),
     )
 
 

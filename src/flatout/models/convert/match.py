@@ -129,12 +129,11 @@ def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
         if kinds[names[module]] == "conv" and isinstance(output, torch.Tensor):
             vars(output)["convolution"] = names[module]
 
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     handles = [module.register_forward_hook(leave) for module in names]
     handles += [module.register_forward_pre_hook(enter) for module in names]
     try:
         with keep_modes(model), torch.no_grad(), _FollowMaps():
-            model.eval()(torch.zeros(1, channels, height, width, device=device))
+            model.eval()(torch.zeros(1, channels, height, width))
     except Exception:  # a user's model may raise anything; its later use reports the error
         return Trace(kinds, {}, {})
     finally:

@@ -335,7 +335,7 @@ def _numbered(objects: dict[str, Any], configs: dict[str, dict[str, Any]]) -> It
                 roles.remove("beta" if config.get("scale") else "gamma")
         elif len(datasets) <= 2 and len(datasets[0].shape) >= 2:
             roles = ["kernel", "bias"]
-        else:  # such as the mean, variance and count of a Normalization layer, which is no batch norm
+        else:  # such as the mean, variance and count of a Normalization layer, which is not a batch norm
             roles = [f"variable_{i}" for i in range(len(datasets))]
         yield from ((f"{name}.{role}", dataset) for role, dataset in zip(roles, datasets, strict=False))
 
