@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.distributed.environment import Launched
-from flatout.distributed.world import World
+from flatout.distributed.world import Flag, World
 from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.train.run import agree
 from flatout.utils.errors import InputError, RankLost
@@ -48,6 +48,7 @@ def exercise(world: World) -> dict[str, Any]:
     world.broadcast(got["broadcast"])
     got["share"] = world.broadcast_object({"rank": world.rank})
     got["gather"] = world.all_gather_object(f"rank {world.rank}")
+    got["received"] = [request_in_dispatch(world, step) for step in (1, None)]
     other = Launched(rank=world.rank, size=world.size + 1)
     with pytest.raises(InputError) as caught:
         World(other).join(other)
@@ -74,6 +75,15 @@ def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         world.all_reduce(torch.zeros(1))
         assert world.rank != turn % 2 or all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
     return rounds
+
+
+def request_in_dispatch(world: World, step: int | None) -> Flag:
+    """Let rank 1 request a checkpoint in one of three steps that are sent at once; return what was received."""
+    for number in range(3):
+        is_due = world.rank == 1 and number == step
+        world.control.request(Flag.CHECKPOINT if is_due else Flag.NONE)
+    world.control.exchange()
+    return world.control.received()
 
 
 def various(rank: int) -> list[torch.Tensor]:
@@ -130,6 +140,10 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
         assert all(torch.equal(a, b) for a, b in zip(one["broadcast"], various(0), strict=True))
         assert one["share"] == {"rank": 0}
         assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
+
+
+def test_a_request_in_any_step_of_a_dispatch_reaches_every_rank(got: list[dict[str, Any]]) -> None:
+    assert [one["received"] for one in got] == [[Flag.CHECKPOINT, Flag.NONE]] * len(got)
 
 
 def test_other_ranks_and_other_recipes_are_refused(got: list[dict[str, Any]]) -> None:

@@ -54,12 +54,13 @@ class Control:
     """The control flags of one rank, known to every rank after the same step.
 
     They are sent with the gradients: the engine adds up `outgoing`, float32 [flags] on the device, over the ranks in
-    the step's own all-reduce, and writes the sum to `incoming`.
+    the step's own all-reduce, and writes the sum to `incoming`. Engines without such an all-reduce call `exchange`.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        # `stop` are the signals that this process has received; they are requested with every step.
+        # `stop` are the signals that this process has received; they are requested with every step. What was requested
+        # is in `outgoing`, too, until it is sent.
         self._requested = self._received = self.stop = Flag.NONE
         self._stop_signals = _SIGNALS
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
@@ -75,16 +76,17 @@ class Control:
         self._stop_signals = Flag.TERMINATE
 
     def request(self, flags: Flag) -> None:
-        """Set the flags to send with the next step, which replace earlier ones."""
-        flags |= self.stop
+        """Add flags to those that are sent next: an engine may send once for several steps."""
+        flags |= self._requested | self.stop
         if self._world.is_joined and flags != self._requested:
             self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
         self._requested = flags
 
     def end_step(self) -> None:
-        """Start to copy `incoming` to the host; the engine calls this after each step."""
+        """Start to copy `incoming` to the host; the engine calls this after each step that has sent `outgoing`."""
         if not self._world.is_joined:
             return
+        self._take_requested()
         sums, event = self.incoming.to("cpu", non_blocking=True, copy=True), None
         if self._world.device.type != "cpu":
             event = torch.Event(self._world.device)
@@ -106,13 +108,19 @@ class Control:
 
     def exchange(self) -> None:
         """Exchange the flags at once, between the hosts; for engines whose steps run no all-reduce of their own."""
-        for flags in self._world.all_gather_object(self._requested):
+        for flags in self._world.all_gather_object(self._take_requested()):
             self._received |= flags
+
+    def _take_requested(self) -> Flag:
+        requested, self._requested = self._requested, Flag.NONE
+        if self._world.is_joined and requested:
+            self.outgoing.zero_()
+        return requested
 
     def received(self) -> Flag:
         """Return all ranks' requests in the steps since the last call; `LAG` steps late on accelerators."""
         if not self._world.is_joined:
-            return self._requested | self.stop
+            return self._take_requested() | self.stop
         while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
             sums, event = self._sums.popleft()
             if event:
