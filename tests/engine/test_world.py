@@ -153,6 +153,13 @@ def test_other_ranks_and_other_recipes_are_refused(got: list[dict[str, Any]]) ->
     assert "recipe optimizer.lr = 0.2, but rank 0 (host" in said
 
 
+@pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_of_rank_0_is_refused(address: str) -> None:
+    first = Launched(rank=0, size=2, address=address, port=29500)
+    with pytest.raises(InputError, match=rf"^MASTER_ADDR {address}, MASTER_PORT 29500: .*; MASTER_ADDR must be an "):
+        World(first).join(first)
+
+
 def part(world: World, how: str) -> str:
     """Leave as rank 1 while the others wait for it; return what they are told."""
     (bucket,) = world.buckets([(10, torch.float32)])

@@ -5,7 +5,6 @@ Hosts and GPUs communicate by torch.distributed, CPU ranks of one host by shared
 
 import contextlib
 import datetime
-import errno
 import os
 import signal
 import socket
@@ -245,7 +244,10 @@ class World:
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
         # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
-        interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+        try:
+            interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+        except OSError as error:
+            raise _refused(launched, error) from None
         for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
             if interface and (is_one_host or name not in os.environ):
                 os.environ[name] = value
@@ -255,7 +257,8 @@ class World:
             if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
                 raise InputError(
                     f"RANK={self.rank} and WORLD_SIZE={self.size}, but the process group that is initialised has this "
-                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: let both be of the same launcher"
+                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: both must come from the same "
+                    "launcher"
                 )
         else:
             name = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
@@ -316,10 +319,13 @@ def _open_store(launched: Launched) -> Store:
     try:
         return serve_store(launched.address, launched.port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise InputError(f"{_place(launched)}: {error.strerror}") from None
-        # A virtual address, such as that of a Kubernetes service.
-        return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
+        raise _refused(launched, error) from None
+
+
+def _refused(launched: Launched, error: OSError) -> InputError:
+    # Such as that of an ordinary Kubernetes service: the store would have to listen on all interfaces.
+    fix = "MASTER_ADDR must be an address of the host of rank 0, and MASTER_PORT be free there"
+    return InputError(f"{_place(launched)}: {error.strerror}; {fix}")
 
 
 def _place(launched: Launched) -> str:
