@@ -221,6 +221,16 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_devices(spec)
 
 
+def test_a_gpu_that_torch_warns_of_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        warnings.warn("The GPU is old; its support will end.", UserWarning, stacklevel=1)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert str(parse_devices("auto")) == "cuda:0"
+
+
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
     host(cuda=4)
     assert chosen("auto", epochs=100).reason == "--devices auto: using 4xcuda"
@@ -291,7 +301,7 @@ def test_the_estimate_computes_in_the_recipes_precision(
     assert torch.equal(torch.get_rng_state(), generator)
     monkeypatch.setattr(accelerator, "processor_flags", set)
     if precision == "bf16":
-        with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
+        with pytest.raises(InputError, match=r"precision = 'bf16': cpu here supports only fp32"):
             measure.seconds_per_image(model, recipe)
 
 

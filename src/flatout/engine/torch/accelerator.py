@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flatout.data.batches import EVALUATION_BATCH
-from flatout.engine.devices import cpu_threads
+from flatout.engine.devices import choose_precision, cpu_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, processor_flags
 
@@ -77,13 +77,7 @@ class Accelerator:
 
     def choose_precision(self, wanted: str) -> str:
         """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
-        available = self.precisions()
-        if wanted not in ("auto", *available):
-            raise InputError(
-                f"precision = {wanted!r}: {self.device.type} here has only {', '.join(available)}; "
-                "use --set precision=auto"
-            )
-        return available[0] if wanted == "auto" else wanted
+        return choose_precision(wanted, self.precisions(), f"{self.device.type} here")
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
