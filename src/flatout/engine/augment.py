@@ -46,7 +46,6 @@ TRIVIAL_MAGNITUDES = 31
 SAMPLES_AT_ONCE = 1 << 16
 # Test-time augmentation shifts images of at least this size by two pixels, smaller ones by one, and photos not at all.
 TWO_PIXELS_FROM, PHOTO_FROM = 64, 96
-MIRRORED = ((0, False), (0, True))
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 

@@ -255,14 +255,16 @@ class TorchDataset:
         engine = self._engine
         if not tta:
             return [(self, self._plain)], lambda network, images: network(engine.input.of(images))
-        if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
+        views = augment.tta_views(engine.recipe)
+        if engine.cut is None or any(moved for moved, _ in views):
             # The frozen prefix's output for shifted images is not cached.
             return [(self, self._images)], engine.view_logits
 
-        def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
+        def mean(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [(self, self._plain), (self._mirrored, self._mirrored._plain)], mean_of_both
+        datasets = [self._mirrored if is_mirrored else self for _, is_mirrored in views]
+        return [(dataset, dataset._plain) for dataset in datasets], mean
 
     def _batches(self, source: DeviceImages, size: int = 0) -> Iterator[DeviceBatch]:
         """Yield this rank's evaluation batches, of at least `size` images."""
