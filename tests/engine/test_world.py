@@ -170,7 +170,7 @@ def part(world: World, how: str) -> str:
             for _ in range(3):
                 world.all_reduce(torch.ones(3))
         else:
-            with world.translate_errors():
+            with world.translate_errors("a wait"):
                 for _ in range(3):
                     bucket.start()
                     bucket.add()

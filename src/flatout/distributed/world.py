@@ -44,7 +44,7 @@ class Flag(IntFlag):
 
 
 FLAGS = tuple(Flag)
-_SIGNALS = Flag.INTERRUPT | Flag.TERMINATE
+STOP_FLAGS = Flag.INTERRUPT | Flag.TERMINATE
 # Ranks on accelerators read the flags this many steps later, to avoid synchronisation.
 LAG = 8
 
@@ -61,7 +61,7 @@ class Control:
         # `stop` are the signals that this process has received; they are requested with every step. What was requested
         # is in `outgoing`, too, until it is sent.
         self._requested = self._received = self.stop = Flag.NONE
-        self._stop_signals = _SIGNALS
+        self._stop_signals = STOP_FLAGS
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
@@ -101,7 +101,7 @@ class Control:
             self.end_step()
             stop = self.received()
             # Requests of the last training steps are for the loop.
-            self._received |= stop & ~_SIGNALS
+            self._received |= stop & ~STOP_FLAGS
         if stop := stop & self._stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
@@ -292,7 +292,7 @@ class World:
         self.is_joined = False
 
     @contextlib.contextmanager
-    def translate_errors(self, collective: str = "a wait for the device") -> Iterator[None]:
+    def translate_errors(self, collective: str) -> Iterator[None]:
         """Mark a wait for the other ranks; raise `RankLost` if torch reports that one has ended."""
         began = time.monotonic()
         with self.watch.paused():

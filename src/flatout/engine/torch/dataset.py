@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
+from flatout.data.batches import Ahead, Batch, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
@@ -74,7 +74,7 @@ class TorchDataset:
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if isinstance(features, np.ndarray):
-            samples = Split(images=features, rows=np.arange(count), labels=samples.labels)
+            samples = samples.with_images(features)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
         return self._views[view]
 
