@@ -47,8 +47,8 @@ _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX
 class Accelerator:
     """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's."""
 
-    is_host = False  # it uses the cores and memory of the host
-    is_async = True  # operations are queued, and reading a result synchronises
+    # It uses the cores and memory of the host; otherwise operations are queued, and reading a result synchronises.
+    is_host = False
     has_memory = False  # its own, with asynchronous copies from pinned host memory
     can_capture = False  # steps, as a graph
     can_compile = False  # models, by torch's compiler
@@ -233,7 +233,7 @@ class PinnedBuffer(HostBuffer):
 class CPU(Accelerator):
     """The cores of the host."""
 
-    is_host, is_async = True, False
+    is_host = True
 
     @property
     def raises_out_of_memory(self) -> bool:
