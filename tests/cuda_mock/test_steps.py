@@ -130,7 +130,7 @@ def test_ranks() -> None:
         recorded, layers, buckets = found["resnet"]["start"], 20, 4
         assert recorded["recorded all-gather"] == layers
         assert recorded["recorded all-reduce"] <= layers + buckets
-        assert found["sharded"]["notes"] == [f"{EAGER}a sharded model cannot be recorded"]
+        assert found["sharded"]["notes"] == [f"{EAGER}a sharded model cannot be captured"]
         assert found["sharded"]["start"].get("illegal call", 0) == 0
 
 

@@ -14,6 +14,7 @@ from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.engine.base import Evaluation
+from flatout.engine.torch.engine import TorchEngine
 from tests.engine.engines import make_engine
 from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples, small_net
@@ -80,6 +81,20 @@ def test_probabilities_are_the_mean_over_the_views(engine: str, case: str) -> No
     assert plain is not None
     with torch.no_grad():
         np.testing.assert_allclose(plain, make().eval()(normalised(samples, recipe)), atol=1e-5)
+
+
+def test_a_view_that_is_the_image_itself_is_evaluated_from_the_cached_prefix() -> None:
+    net, samples, passed = frozen_net(), make_samples(20), list[int]()
+    net[0].register_forward_hook(lambda module, arguments, output: passed.append(len(output)))  # type: ignore[index]
+    engine = TorchEngine(net, make_recipe(linear_probe=True, freeze="all-but-last-1"))
+    placed = engine.place(samples)
+    plain = placed.evaluate(with_probabilities=True)
+    computed = sum(passed)
+    seen = placed.evaluate(with_probabilities=True, tta=True)
+    assert sum(passed) == computed >= len(samples)
+    assert plain.probabilities is not None
+    assert seen.probabilities is not None
+    np.testing.assert_allclose(seen.probabilities, plain.probabilities, atol=1e-6)
 
 
 def test_a_run_says_that_its_metrics_are_of_views(

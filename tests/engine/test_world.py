@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.distributed.environment import Launched
-from flatout.distributed.world import World
+from flatout.distributed.world import Flag, World
 from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.train.run import agree
 from flatout.utils.errors import InputError, RankLost
@@ -48,6 +48,7 @@ def exercise(world: World) -> dict[str, Any]:
     world.broadcast(got["broadcast"])
     got["share"] = world.broadcast_object({"rank": world.rank})
     got["gather"] = world.all_gather_object(f"rank {world.rank}")
+    got["received"] = [request_in_dispatch(world, step) for step in (1, None)]
     other = Launched(rank=world.rank, size=world.size + 1)
     with pytest.raises(InputError) as caught:
         World(other).join(other)
@@ -82,6 +83,15 @@ def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         world.all_reduce(torch.zeros(1))
         assert world.rank != turn % 2 or all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
     return rounds
+
+
+def request_in_dispatch(world: World, step: int | None) -> Flag:
+    """Let rank 1 request a checkpoint in one of three steps that are sent at once; return what was received."""
+    for number in range(3):
+        is_due = world.rank == 1 and number == step
+        world.control.request(Flag.CHECKPOINT if is_due else Flag.NONE)
+    world.control.exchange()
+    return world.control.received()
 
 
 def various(rank: int) -> list[torch.Tensor]:
@@ -140,6 +150,10 @@ def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]])
         assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
 
 
+def test_a_request_in_any_step_of_a_dispatch_reaches_every_rank(got: list[dict[str, Any]]) -> None:
+    assert [one["received"] for one in got] == [[Flag.CHECKPOINT, Flag.NONE]] * len(got)
+
+
 def test_other_ranks_and_other_recipes_are_refused(got: list[dict[str, Any]]) -> None:
     start = f"RANK=1 and WORLD_SIZE={len(got) + 1}, but the process group that is initialised has this process as"
     assert got[1]["other world"].startswith(start)
@@ -155,6 +169,13 @@ def test_ranks_with_another_length_of_the_run_are_refused(case: str, message: st
     assert all(message in one[case] for one in got)
 
 
+@pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_of_rank_0_is_refused(address: str) -> None:
+    first = Launched(rank=0, size=2, address=address, port=29500)
+    with pytest.raises(InputError, match=rf"^MASTER_ADDR {address}, MASTER_PORT 29500: .*; MASTER_ADDR must be an "):
+        World(first).join(first)
+
+
 def part(world: World, how: str) -> str:
     """Leave as rank 1 while the others wait for it; return what they are told."""
     (bucket,) = world.buckets([(10, torch.float32)])
@@ -165,7 +186,7 @@ def part(world: World, how: str) -> str:
             for _ in range(3):
                 world.all_reduce(torch.ones(3))
         else:
-            with world.translate_errors():
+            with world.translate_errors("a wait"):
                 for _ in range(3):
                     bucket.start()
                     bucket.add()

@@ -64,7 +64,7 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
     port = free_port()
     with pytest.raises(InputError, match=rf"--rendezvous 192.0.2.1:{port}: no answer in 1 s"):
         run(ranks.do_nothing, hosts=host(port, address="192.0.2.1", timeout=1.0))
-    with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: only 1 of 2 hosts came in 1 s"):
+    with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: only 1 of 2 hosts joined within 1 s"):
         run(ranks.do_nothing, hosts=host(port, timeout=1.0))
     errors = run_hosts(ranks.do_nothing, hosts=[host(port, nodes="3"), host(port)], sizes=(1, 1))
     assert all(isinstance(error, InputError) and "hosts disagree" in str(error) for error in errors), errors

@@ -48,7 +48,7 @@ def abstract_sockets(processes: list[psutil.Process]) -> list[str]:
 def test_nothing_of_a_run_on_one_host_takes_what_others_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As for runs on several hosts.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", next((name for name in psutil.net_if_addrs() if name != "lo"), "lo"))
-    options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console(), "threads": 1}
+    options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console()}
     assert is_store(serve_store("127.0.0.1", 0).port)
     known, old = children(), listening()
     run = threading.Thread(target=run_on_devices, args=(ranks.meet_until_told, (tmp_path,)), kwargs=options)

@@ -131,6 +131,13 @@ def test_without_the_compiler_the_command_that_installs_it_is_named(
     assert "pip install 'flatout[tpu]'" in capsys.readouterr().err
 
 
+def test_a_number_format_that_tpus_lack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "fashion-mnist", "--topology", "v5e:2x4", "--set", "precision=tf32"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    said = "precision = 'tf32': XLA on tpu supports only bf16, fp32; use --set precision=auto"
+    assert said in capsys.readouterr().err
+
+
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 

@@ -89,6 +89,6 @@ def test_a_run_goes_on_where_the_format_is_missing(
     monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32"])
     go_on = ["train", "--resume", "--epochs", "2", "--devices", "cpu", "--out", run]
     assert main(go_on) == 2
-    assert "cpu here has only fp32; use --set precision=auto" in capsys.readouterr().err
+    assert "cpu here supports only fp32; use --set precision=auto" in capsys.readouterr().err
     assert main(["evaluate", run, "--devices", "cpu"]) == 0
     assert main([*go_on, "--set", "precision=auto"]) == 0

@@ -80,7 +80,7 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
     (run / "logs" / "devices").write_text("3xcpu")
     speeds[2] = 10.0
     assert main(["train", "--resume", "--out", str(run), "--epochs", "3"]) == 0
-    lacking = "--devices auto: the run that is resumed used 3xcpu, which this machine does not have"
+    lacking = "--devices auto: the resumed run used 3xcpu, which this machine does not have"
     assert lacking in summary(run)["notes"]
     assert summary(run)["world_size"] == 1
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setitem(sys.modules, "torchax", None)
     assert main([*TRAIN, "--engine", "xla", "--devices", "2xcpu"]) == 2
     said = capsys.readouterr().err
-    assert "--engine xla: import of torchax" in said
+    # The rest of the sentence depends on what is imported already.
+    assert re.search("--engine xla: .*torchax", said)
     assert "pip install 'flatout[tpu]'" in said
 
 

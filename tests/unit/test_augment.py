@@ -265,7 +265,7 @@ def test_a_rotation_of_a_wide_image_is_one_of_pixels(stored: tuple[int, int]) ->
 
 
 def test_a_policy_turns_pixels() -> None:
-    maps, _ = augment.policy_operations("trivialaugment", 1, 0, 4000, 160 / 96)
+    maps, _ = augment.policy_operations("trivialaugment", 1, 0, 4000, 160 / 96, 0)
     to_pixels = np.diag([80.0, 48.0])
     linear = to_pixels @ maps[:, :, :2] @ np.linalg.inv(to_pixels)
     turned = [m for m in linear if abs(m[0, 1] + m[1, 0]) < 1e-9 and abs(m[0, 1]) > 1e-3]

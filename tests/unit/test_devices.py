@@ -123,15 +123,17 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host) -> None:
 RECIPE = Recipe(model="test", image_size=8, channels=1, epochs=10, batch_size=64)
 
 
-def chosen(spec: str, engine: str = "torch", *, seconds: float | None = None, **changes: object) -> factory.Processes:
+def chosen(spec: str, engine: str = "torch", *, seconds: float | None = None, **changes: object) -> tuple[str, str]:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    return factory.choose_processes(spec, RECIPE.override(changes), 60_000, lambda: net, engine, seconds=seconds)
+    recipe = RECIPE.override(changes)
+    found, reason = factory.choose_processes(spec, recipe, 60_000, lambda: net, engine, seconds=seconds)
+    return str(found), reason
 
 
 def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
     host(cores=2)
-    assert chosen("2xcpu").reason == ""
-    assert chosen("3xcpu").reason == "--devices 3xcpu: 3 processes on 2 cores are slower than one per core"
+    assert chosen("2xcpu") == ("2xcpu", "")
+    assert chosen("3xcpu") == ("3xcpu", "--devices 3xcpu: 3 processes on 2 cores are slower than one per core")
 
 
 @pytest.mark.parametrize(("spec", "gpus", "is_said"), [("auto", 1, True), ("auto", 0, False), ("2xcpu", 1, False)])
@@ -140,10 +142,10 @@ def test_xla_says_that_it_leaves_a_gpu_unused(
 ) -> None:
     host(cuda=gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    processes = chosen(spec, "xla")
-    assert processes.devices.kind == "cpu"
+    found, reason = chosen(spec, "xla")
+    assert found.endswith("cpu")
     said = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
-    assert processes.reason == (said if is_said else "")
+    assert reason == (said if is_said else "")
 
 
 @pytest.mark.parametrize(
@@ -188,15 +190,13 @@ def test_auto_measures_threads_and_processes(
     seconds: dict[int, float], budget: float | None, spec: str, reason: str, measured: dict[int, float]
 ) -> None:
     measured |= seconds
-    processes = chosen("auto", seconds=budget)
-    assert str(processes.devices) == spec
-    assert processes.reason == f"--devices auto: {reason}"
+    assert chosen("auto", seconds=budget) == (spec, f"--devices auto: {reason}")
 
 
 @pytest.mark.parametrize("budget", [None, 600.0])
 def test_fine_tuning_is_one_process_as_its_recipe_is(budget: float | None, measured: dict[int, float]) -> None:
-    processes = chosen("auto", seconds=budget, linear_probe=True, freeze="all-but-last-3")
-    assert (str(processes.devices), processes.reason, measured) == ("cpu", "", {})
+    found = chosen("auto", seconds=budget, linear_probe=True, freeze="all-but-last-3")
+    assert (found, measured) == (("cpu", ""), {})
 
 
 def test_the_first_model_chooses_between_threads_and_processes(measured: dict[int, float]) -> None:
@@ -221,11 +221,21 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_devices(spec)
 
 
+def test_a_gpu_that_torch_warns_of_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        warnings.warn("The GPU is old; its support will end.", UserWarning, stacklevel=1)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert str(parse_devices("auto")) == "cuda:0"
+
+
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
     host(cuda=4)
-    assert chosen("auto", epochs=100).reason == "--devices auto: using 4xcuda"
-    assert str(chosen("auto", epochs=100, batch_size=17).devices) == "2xcuda"
-    assert "using cuda:0: the start of several takes longer than the training, about 5 s" in chosen("auto").reason
+    assert chosen("auto", epochs=100) == ("4xcuda", "--devices auto: using 4xcuda")
+    assert chosen("auto", epochs=100, batch_size=17)[0] == "2xcuda"
+    assert "cuda:0: starting several would take longer than the training (about 5 s)" in chosen("auto")[1]
 
 
 @pytest.mark.parametrize(("channels", "precision"), [(8, "tf32"), (256, "bf16")])
@@ -291,7 +301,7 @@ def test_the_estimate_computes_in_the_recipes_precision(
     assert torch.equal(torch.get_rng_state(), generator)
     monkeypatch.setattr(accelerator, "processor_flags", set)
     if precision == "bf16":
-        with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
+        with pytest.raises(InputError, match=r"precision = 'bf16': cpu here supports only fp32"):
             measure.seconds_per_image(model, recipe)
 
 

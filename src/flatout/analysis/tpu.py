@@ -24,6 +24,7 @@ from flatout.config import Recipe
 from flatout.data.batches import Split, evaluation_batches
 from flatout.data.cache import cache_folder
 from flatout.engine.augment import epoch_transforms
+from flatout.engine.devices import XLA_PRECISIONS, choose_precision
 from flatout.engine.xla.devices import require, require_compiler
 from flatout.models.build import build_model
 from flatout.tasks import task_of
@@ -198,6 +199,7 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
 
 def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[[Topology], CompiledStep]:
     """Return a function that compiles the job's step for a topology, or takes the figures from the cache."""
+    precision = choose_precision(work.recipe.precision, XLA_PRECISIONS["tpu"], "XLA on tpu")
 
     @functools.cache
     def model() -> "nn.Module":
@@ -210,7 +212,7 @@ def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[
                 return CompiledStep(**json.loads(path.read_text(encoding="utf-8")))
         require_compiler()
         console.note(f"compiling {work.recipe.model}, batch {work.batch:,}, for {topology.name}")
-        recipe = work.recipe.override({"batch_size": work.batch})
+        recipe = work.recipe.override({"batch_size": work.batch, "precision": precision})
         with _stoppable():
             # The model before JAX is started, which takes seconds.
             step = _compile(model(), recipe, devices_of(topology), work.classes)
@@ -301,8 +303,8 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
     program = Program(
         model,
         recipe,
-        groups=sharding.size if recipe.norm == "per-device" else 1,
-        precision="fp32" if recipe.precision == "fp32" else "bf16",
+        devices=sharding.size,
+        precision=recipe.precision,
     )
     labels = task.random_labels(np.random.default_rng(0), 1, classes)
     images = np.zeros((1, *recipe.stored_sides, recipe.channels), np.uint16 if recipe.data.bits == 16 else np.uint8)

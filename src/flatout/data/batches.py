@@ -62,6 +62,10 @@ class Split:
     def at(self, positions: np.ndarray) -> "Split":
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
+    def with_images(self, images: np.ndarray) -> "Split":
+        """Return the samples with other images, [N, ...] in their order."""
+        return Split(images=images, rows=np.arange(len(self)), labels=self.labels)
+
     def mirrored(self) -> "Split":
         return replace(self, is_mirrored=not self.is_mirrored)
 

@@ -200,8 +200,8 @@ class _Launch:
         if isinstance(error, RendezvousTimeoutError):
             kind = TrainingFailed if rendezvous.attempt else InputError
             return kind(
-                f"{where}: {rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or wait "
-                "longer with --rendezvous-timeout"
+                f"{where}: {rendezvous.missing()} within {self._hosts.timeout:g} s; start the same command on the "
+                "others, or wait longer with --rendezvous-timeout"
             )
         if isinstance(error, (RendezvousError, DistError)):
             return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the first host'}")
@@ -304,7 +304,7 @@ class _Launch:
         elif cause.kind == "crash":
             reason = f"failed {position}: {cause.value}"
         elif hung := _HUNG.search(text):
-            reason = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
+            reason = f"made no progress for {hung[1]} {position} (--hang-timeout)"
         elif waited:
             reason = f"did not answer {position} and was killed ({waited[0]})"
         elif cause.exit_code < 0:

@@ -23,7 +23,7 @@ from flatout.distributed.environment import DEVICE, STORE, Hosts
 from flatout.distributed.world import serve_store
 from flatout.utils.errors import InputError
 
-# Elastic hosts wait this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
+# Elastic hosts wait this long for one more host; a host without a heartbeat for _LOST_SECONDS is left out.
 _LAST_CALL_SECONDS, _LOST_SECONDS = 2, 5
 # Time for other hosts to read from the store why the run ended.
 _FAREWELL_SECONDS = 5.0
@@ -152,7 +152,7 @@ class SeveralHosts(Rendezvous):
         return ""
 
     def missing(self) -> str:
-        return f"only {self._store.add('came', 0)} of {self._hosts.least} hosts came"
+        return f"only {self._store.add('came', 0)} of {self._hosts.least} hosts joined"
 
     def leave(self) -> None:
         # The host with the store waits briefly for the others.
@@ -179,14 +179,14 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
         except OSError as error:
             if time.monotonic() > deadline - _RETRY_SECONDS:
                 raise InputError(
-                    f"{where}: no answer in {hosts.timeout:g} s ({error.strerror or error}); start the host with that "
-                    "address, and make it reachable from this one"
+                    f"{where}: no answer in {hosts.timeout:g} s ({error.strerror or error}); start flatout on the host "
+                    "with that address, and make it reachable from this one"
                 ) from None
         time.sleep(_RETRY_SECONDS)
     try:
         return TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=30)), False
     except RuntimeError:
-        raise InputError(f"{where}: another program than flatout answers; is it the right port?") from None
+        raise InputError(f"{where}: something other than flatout answers; is it the right port?") from None
 
 
 class RankFiles(LogsSpecs):

@@ -150,7 +150,7 @@ class Bucket:
         """Compute this rank's part of the sum, once all inputs are complete."""
 
     def finish(self) -> torch.Tensor:
-        """Wait for the sum, [n]; it is valid until the next `start` but one."""
+        """Wait for the sum, [n]; it is valid until `input` is written again."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -178,6 +178,7 @@ class SharedBucket(Bucket):
         self._added = self._memory.signal(_DONE)
 
     def finish(self) -> torch.Tensor:
+        # `input` is the other half of the memory from now on, so the sum is valid until the next `start` but one.
         self._memory.wait(_DONE, self._added)
         total, self._turn = self._rows[self._turn, 0], 1 - self._turn
         self.input = self._rows[self._turn, self._memory.rank]

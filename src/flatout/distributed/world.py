@@ -5,7 +5,6 @@ Hosts and GPUs communicate by torch.distributed, CPU ranks of one host by shared
 
 import contextlib
 import datetime
-import errno
 import os
 import signal
 import socket
@@ -45,7 +44,7 @@ class Flag(IntFlag):
 
 
 FLAGS = tuple(Flag)
-_SIGNALS = Flag.INTERRUPT | Flag.TERMINATE
+STOP_FLAGS = Flag.INTERRUPT | Flag.TERMINATE
 # Ranks on accelerators read the flags this many steps later, to avoid synchronisation.
 LAG = 8
 
@@ -54,14 +53,15 @@ class Control:
     """The control flags of one rank, known to every rank after the same step.
 
     They are sent with the gradients: the engine adds up `outgoing`, float32 [flags] on the device, over the ranks in
-    the step's own all-reduce, and writes the sum to `incoming`.
+    the step's own all-reduce, and writes the sum to `incoming`. Engines without such an all-reduce call `exchange`.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        # `stop` are the signals that this process has received; they are requested with every step.
+        # `stop` are the signals that this process has received; they are requested with every step. What was requested
+        # is in `outgoing`, too, until it is sent.
         self._requested = self._received = self.stop = Flag.NONE
-        self._stop_signals = _SIGNALS
+        self._stop_signals = STOP_FLAGS
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
@@ -75,16 +75,17 @@ class Control:
         self._stop_signals = Flag.TERMINATE
 
     def request(self, flags: Flag) -> None:
-        """Set the flags to send with the next step, which replace earlier ones."""
-        flags |= self.stop
+        """Add flags to those that are sent next: an engine may send once for several steps."""
+        flags |= self._requested | self.stop
         if self._world.is_joined and flags != self._requested:
             self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
         self._requested = flags
 
     def end_step(self) -> None:
-        """Start to copy `incoming` to the host; the engine calls this after each step."""
+        """Start to copy `incoming` to the host; the engine calls this after each step that has sent `outgoing`."""
         if not self._world.is_joined:
             return
+        self._take_requested()
         sums, event = self.incoming.to("cpu", non_blocking=True, copy=True), None
         if self._world.device.type != "cpu":
             event = torch.Event(self._world.device)
@@ -100,19 +101,25 @@ class Control:
             self.end_step()
             stop = self.received()
             # Requests of the last training steps are for the loop.
-            self._received |= stop & ~_SIGNALS
+            self._received |= stop & ~STOP_FLAGS
         if stop := stop & self._stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
     def exchange(self) -> None:
         """Exchange the flags at once, between the hosts; for engines whose steps run no all-reduce of their own."""
-        for flags in self._world.all_gather_object(self._requested):
+        for flags in self._world.all_gather_object(self._take_requested()):
             self._received |= flags
+
+    def _take_requested(self) -> Flag:
+        requested, self._requested = self._requested, Flag.NONE
+        if self._world.is_joined and requested:
+            self.outgoing.zero_()
+        return requested
 
     def received(self) -> Flag:
         """Return all ranks' requests in the steps since the last call; `LAG` steps late on accelerators."""
         if not self._world.is_joined:
-            return self._requested | self.stop
+            return self._take_requested() | self.stop
         while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
             sums, event = self._sums.popleft()
             if event:
@@ -237,7 +244,10 @@ class World:
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
         # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
-        interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+        try:
+            interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+        except OSError as error:
+            raise _refused(launched, error) from None
         for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
             if interface and (is_one_host or name not in os.environ):
                 os.environ[name] = value
@@ -247,7 +257,8 @@ class World:
             if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
                 raise InputError(
                     f"RANK={self.rank} and WORLD_SIZE={self.size}, but the process group that is initialised has this "
-                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: let both be of the same launcher"
+                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: both must come from the same "
+                    "launcher"
                 )
         else:
             name = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
@@ -281,7 +292,7 @@ class World:
         self.is_joined = False
 
     @contextlib.contextmanager
-    def translate_errors(self, collective: str = "a wait for the device") -> Iterator[None]:
+    def translate_errors(self, collective: str) -> Iterator[None]:
         """Mark a wait for the other ranks; raise `RankLost` if torch reports that one has ended."""
         began = time.monotonic()
         with self.watch.paused():
@@ -308,10 +319,13 @@ def _open_store(launched: Launched) -> Store:
     try:
         return serve_store(launched.address, launched.port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise InputError(f"{_place(launched)}: {error.strerror}") from None
-        # A virtual address, such as that of a Kubernetes service.
-        return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
+        raise _refused(launched, error) from None
+
+
+def _refused(launched: Launched, error: OSError) -> InputError:
+    # Such as that of an ordinary Kubernetes service: the store would have to listen on all interfaces.
+    fix = "MASTER_ADDR must be an address of the host of rank 0, and MASTER_PORT be free there"
+    return InputError(f"{_place(launched)}: {error.strerror}; {fix}")
 
 
 def _place(launched: Launched) -> str:

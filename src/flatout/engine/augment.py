@@ -46,7 +46,6 @@ TRIVIAL_MAGNITUDES = 31
 SAMPLES_AT_ONCE = 1 << 16
 # Test-time augmentation shifts images of at least this size by two pixels, smaller ones by one, and photos not at all.
 TWO_PIXELS_FROM, PHOTO_FROM = 64, 96
-MIRRORED = ((0, False), (0, True))
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
@@ -182,7 +181,7 @@ def _sides(
 
 
 def policy_operations(
-    policy: str, seed: int, epoch: int, count: int, aspect: float, start: int = 0
+    policy: str, seed: int, epoch: int, count: int, aspect: float, start: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw the operations of a policy: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
@@ -321,8 +320,7 @@ def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
 
 def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":
     """Return images mixed with their partners according to rows of the table `mix`."""
-    weight = pixels.partner_weight(inside(rows_B6[:, 1:5], images_BCHW), rows_B6[:, 0, None, None, None])
-    return images_BCHW + weight * (partners_BCHW - images_BCHW)
+    return pixels.mixed(images_BCHW, partners_BCHW, rows_B6, inside(rows_B6[:, 1:5], images_BCHW))
 
 
 def inside(boxes_B4: "torch.Tensor", images_BCHW: "torch.Tensor") -> "torch.Tensor":

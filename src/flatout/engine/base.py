@@ -35,9 +35,6 @@ class Counts:
         return self.metric_sum / self.count if self.count else float("nan")
 
 
-NO_COUNTS = Counts()
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """The results on all samples of a split, in its order.
@@ -89,7 +86,7 @@ class DeviceDataset(Protocol):
         """Compile the training step, before the training time is measured."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the augmentation and the image size of an epoch, counted from 0."""
+        """Set the augmentation of an epoch, counted from 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """Yield the inputs of the training step for each batch, prepared ahead of time."""
@@ -130,7 +127,7 @@ class Engine(Protocol):
 
     task: Task
     threads: int  # of this process
-    device_names: list[str]  # of this process, under torch's names
+    device_names: list[str]  # of this process, such as cuda:0 and tpu:0
 
     def describe(self) -> list[str]:
         """Return sentences about the devices, threads and number formats in use."""

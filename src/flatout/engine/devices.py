@@ -17,6 +17,8 @@ ENGINES = ("torch", "xla")
 # More processes or simulated devices are a typing error that would overload the machine.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
+# XLA's number formats, the default first.
+XLA_PRECISIONS = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32")}
 _SPEC = re.compile(r"(?:([1-9]\d*)x)?([a-z]+)(?::(\d+(?:,\d+)*))?")
 
 
@@ -71,10 +73,11 @@ def available() -> dict[str, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_cuda = torch.cuda.is_available()
-    if caught:
+    if caught and not has_cuda:
         # Of a GPU that does not start; without any, torch says nothing.
         reason = str(caught[0].message).removeprefix("CUDA initialization: ").partition(" (Triggered")[0]
-        raise InputError(f"torch cannot use the GPU: {reason}; to train without it: CUDA_VISIBLE_DEVICES=")
+        fix = "to train without it, set CUDA_VISIBLE_DEVICES to an empty value"
+        raise InputError(f"torch cannot use the GPU: {reason}; {fix}")
     if has_cuda:
         found["cuda"] = torch.cuda.device_count()
     if torch.backends.mps.is_available():
@@ -107,6 +110,15 @@ def cpu_threads(ranks_here: int = 1) -> int:
     share = max(1, physical_cores() // ranks_here)
     wanted = wanted_threads() or share
     return wanted if ranks_here == 1 else min(wanted, share)
+
+
+def choose_precision(wanted: str, formats: Sequence[str], where: str) -> str:
+    """Resolve a recipe's `precision` to one of the formats that the hardware has, the default first."""
+    if wanted not in ("auto", *formats):
+        raise InputError(
+            f"precision = {wanted!r}: {where} supports only {', '.join(formats)}; use --set precision=auto"
+        )
+    return formats[0] if wanted == "auto" else wanted
 
 
 def engine_for(spec: str, wanted: str) -> str:

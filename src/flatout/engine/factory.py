@@ -29,16 +29,6 @@ LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
 GPU_OPERATIONS, GPU_STEP_SECONDS = 30e12, 5e-4
 MIN_SHARE = 8
 
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """The processes to start, one per device."""
-
-    devices: Devices
-    threads: int  # of each
-    reason: str = ""  # for the log
-
-
 Rate = Callable[[Recipe, int], float]  # of a recipe and the number of classes
 
 
@@ -58,8 +48,8 @@ def choose_processes(
     engine: str = "torch",
     *,
     seconds: float | None = None,
-) -> Processes:
-    """Resolve a SPEC to the processes of a job; only `auto` leaves a choice.
+) -> tuple[Devices, str]:
+    """Resolve a SPEC, of which only `auto` leaves a choice; return devices, and a message for the log or "".
 
     On CPUs, `auto` is one process with a thread per core, or one process per core: threads synchronise after every
     operation, processes take time to start and have smaller shares of a batch. Which is faster depends on the model
@@ -72,11 +62,11 @@ def choose_processes(
 
         if spec == "auto" and devices.kind == "cpu" and torch.cuda.device_count():
             reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
-        return Processes(devices=devices, threads=physical_cores(), reason=reason)
+        return devices, reason
     if spec != "auto":
         if devices.kind == "cpu" and count > usable_cores():
             reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
-        return Processes(devices=devices, threads=cpu_threads(count), reason=reason)
+        return devices, reason
     batch = min(recipe.batch_size, images)
     most, work = _most_ranks(devices, batch), images * recipe.epochs
     if devices.kind == "cuda" and count > 1:
@@ -87,23 +77,23 @@ def choose_processes(
             operations = 6 * multiply_adds(build(), recipe.image_sides, recipe.channels) * work
             needed = max(operations / GPU_OPERATIONS, work / recipe.batch_size * GPU_STEP_SECONDS)
             if needed < GPU_LAUNCH_SECONDS:
-                most, why = 1, f": the start of several takes longer than the training, about {needed:.0f} s"
+                most, why = 1, f": starting several would take longer than the training (about {needed:.0f} s)"
         chosen = Devices(kind="cuda", indices=devices.indices[:most])
-        return Processes(devices=chosen, threads=cpu_threads(most), reason=f"--devices auto: using {chosen}{why}")
+        return chosen, f"--devices auto: using {chosen}{why}"
     # OpenVINO uses all cores for features. On two cores, 5 minutes from a fitted head have 2 minutes of steps on the
     # last layers: two processes take them 7 % faster, and lose 15 s with their start and end. The recipe that such a
     # run writes repeats it, although it has no time budget.
     is_fine_tuning = recipe.linear_probe and bool(recipe.freeze)
     if devices.kind != "cpu" or not work or is_fine_tuning or most == 1:
-        return Processes(devices=devices, threads=cpu_threads())
+        return devices, ""
     return _threads_or_processes(build(), recipe, work, seconds)
 
 
-def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds: float | None) -> Processes:
+def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds: float | None) -> tuple[Devices, str]:
     """Choose for `work` images on a CPU, or for `seconds`."""
     from flatout.engine.torch.measure import seconds_per_image
 
-    cores, threads = physical_cores(), cpu_threads()
+    cores = physical_cores()
     by_threads = by_processes = seconds_per_image(model, recipe) * work
     # A job shorter than the start of processes needs no second measurement.
     if seconds is not None or by_threads >= LAUNCH_SECONDS:
@@ -116,11 +106,10 @@ def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds
         # The start of processes takes its share of the budget.
         by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
         about = ""
-    count, using = 1, f"1 process with {threads} threads"
+    count, using = 1, f"1 process with {cpu_threads()} threads"
     if by_processes < by_threads:
-        count, threads, using = cores, 1, f"{cores} processes, one per core"
-    devices = Devices(kind="cpu", indices=tuple(range(count)))
-    return Processes(devices=devices, threads=threads, reason=f"--devices auto: using {using}{about}")
+        count, using = cores, f"{cores} processes, one per core"
+    return Devices(kind="cpu", indices=tuple(range(count))), f"--devices auto: using {using}{about}"
 
 
 def kept_devices(before: str, engine: str) -> tuple[str, str]:
@@ -133,7 +122,7 @@ def kept_devices(before: str, engine: str) -> tuple[str, str]:
         if engine == "torch" and devices.kind == "cpu" and len(devices.indices) > usable_cores():
             raise InputError(before)
     except InputError:
-        return "auto", f"--devices auto: the run that is resumed used {before}, which this machine does not have"
+        return "auto", f"--devices auto: the resumed run used {before}, which this machine does not have"
     return before, f"--devices auto: {before}, as in the run that is resumed"
 
 
@@ -186,7 +175,6 @@ def run_on_devices(
     hosts: Hosts | None = None,
     restarts: int | None = None,
     hang_timeout: float = HANG_TIMEOUT,
-    threads: int | None = None,
 ) -> Any:
     """Call function(console, world, *args) on every rank, with a joined world; return the first rank's result.
 
@@ -195,7 +183,6 @@ def run_on_devices(
         hosts: the hosts of the run; each calls this. Default: this host only.
         restarts: how often the ranks are restarted after losing one. Default: as often as hosts may be lost.
         hang_timeout: seconds without progress after which one of several ranks is ended.
-        threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
@@ -207,7 +194,7 @@ def run_on_devices(
     names = parse_devices(spec, engine).ranks.names
     if launched() is not None or (len(names) == hosts.most == 1 and restarts == 0):
         return _join_and_call(console, *call)
-    threads = threads or cpu_threads(len(names))
+    threads = cpu_threads(len(names))
     return launch(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
 
 
@@ -283,7 +270,7 @@ def make_engine(
         task: the recipe's task with metrics of the user; None for the plain one.
         class_weights: float32 [classes], or None.
         head: the head whose input is computed, if that is all; see `DeviceDataset.features`.
-        **options: for the torch engine.
+        **options: for the torch engine; the XLA engine ignores them.
     """
     common: dict[str, Any] = {
         "world": world, "task": task, "class_weights": class_weights, "report": report, "head": head

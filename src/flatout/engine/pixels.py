@@ -100,9 +100,10 @@ def inside(boxes_B4: Array, rows_H: Array, columns_W: Array) -> Array:
     return in_rows[:, :, None] & in_columns[:, None, :]
 
 
-def partner_weight(is_inside: Array, share: Array) -> Array:
-    """Return the partner's weight in each pixel of a mixture: 1 inside the box, else its share."""
-    return is_inside + ~is_inside * share
+def mixed(images_BCHW: Array, partners_BCHW: Array, rows_B6: Array, is_inside_B1HW: Array) -> Array:
+    """Return images mixed with their partners by rows of the table `mix`, whose boxes are those of the mask."""
+    weight = is_inside_B1HW + ~is_inside_B1HW * rows_B6[:, 0, None, None, None]
+    return images_BCHW + weight * (partners_BCHW - images_BCHW)
 
 
 def view(xp: Any, x_BCHW: Array, shift: int, is_mirrored: bool) -> Array:

@@ -13,15 +13,14 @@ import numpy as np
 
 from flatout.config import Recipe
 from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
-from flatout.distributed.world import Flag, World
-from flatout.engine.base import NO_COUNTS, DeviceDataset, Engine
+from flatout.distributed.world import STOP_FLAGS, Flag, World
+from flatout.engine.base import Counts, DeviceDataset, Engine
 from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
 from flatout.utils.errors import Stopped, TrainingFailed
 from flatout.utils.random import Stream, raw
 
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
-_STOPS = Flag.INTERRUPT | Flag.TERMINATE
 
 
 class LoopHooks:
@@ -129,14 +128,14 @@ class _Loop:
             progress.note_first_steps()
             self.hooks.step()
             flags = control.received()
-            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self.hooks.wants_loss():
+            if flags & (Flag.LOSS | Flag.CHECKPOINT | STOP_FLAGS) or self.hooks.wants_loss():
                 self.hooks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
                 self.hooks.checkpoint()
                 clock.skip()
             if Flag.REPLAN in flags:
                 self.recipe = self.hooks.replan()
-            if flags & _STOPS:
+            if flags & STOP_FLAGS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
             if self._steps_left <= 0:
                 break
@@ -178,7 +177,7 @@ class _Loop:
             images_per_second=counts.count / seconds if seconds else 0.0,
             metrics={f"train_{self.engine.task.step_metric}": counts.metric, **results},
         )
-        progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, NO_COUNTS, 0.0
+        progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, Counts(), 0.0
         return record
 
     def _choose_best(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flatout.engine.base import NO_COUNTS, Counts
+from flatout.engine.base import Counts
 from flatout.utils.run_files import JsonObject
 from flatout.utils.style import number
 
@@ -63,7 +63,7 @@ class Progress:
     step: int = 0  # finished steps of the next one
     head: EpochRecord | None = None  # of the head fitted before the first step
     history: list[EpochRecord] = field(default_factory=list)  # of every finished epoch
-    counts: Counts = NO_COUNTS  # sums over the finished steps of the unfinished epoch
+    counts: Counts = field(default_factory=Counts)  # sums over the finished steps of the unfinished epoch
     best_epoch: int = 0  # by validation, from 1; 0 for none, or for the fitted head
     best: Any = None  # the engine's snapshot of the weights after it, if the recipe keeps the best
     train_seconds: float = 0.0  # in training epochs, including the next two

@@ -30,7 +30,7 @@ from flatout.distributed.world import World
 from flatout.engine import factory, optim
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.devices import parse_devices, spec_of
-from flatout.engine.factory import Processes, choose_processes, kept_devices, make_engine, precisions, run_on_devices
+from flatout.engine.factory import choose_processes, kept_devices, make_engine, precisions, run_on_devices
 from flatout.engine.schedule import describe_scaling
 from flatout.engine.torch.accelerator import is_worth_tuning, multiply_adds, precision_of_gpu
 from flatout.models import build
@@ -103,7 +103,7 @@ def train(request: TrainRequest, console: Console) -> Path:
     with prepare_host(request, console) as (request, pack):
         # Check model and devices before an old run is removed.
         build_model(request, pack)
-        request, _ = _choose_processes(request, pack, console)
+        request = _choose_processes(request, pack, console)
         return cross_validate(request, pack, console, functools.partial(_train_one, console))
 
 
@@ -134,16 +134,16 @@ def run_on_all_ranks(
         return call((request,), spec=options.devices)
     with contextlib.ExitStack() as stack:
         request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
-        request, chosen = _choose_processes(request, pack, console)
+        request = _choose_processes(request, pack, console)
         if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
             folders.write_devices(request.run_dir, request.options.devices)
-        is_alone = len(chosen.devices.ranks.names) == options.hosts.most == 1 and not options.restarts
+        ranks = parse_devices(request.options.devices, options.engine).ranks
+        is_alone = len(ranks.names) == options.hosts.most == 1 and not options.restarts
         return call(
             (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
             spec=request.options.devices,
             hosts=options.hosts,
             restarts=options.restarts,
-            threads=chosen.threads,
         )
 
 
@@ -155,7 +155,7 @@ def _check_batch(batch: int, ranks: int) -> None:
         )
 
 
-def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tuple[TrainRequest, Processes]:
+def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> TrainRequest:
     """Choose the processes of this host; a resumed run keeps its devices."""
     options, spec, notes = request.options, request.options.devices, list[str]()
     if spec == "auto" and options.resume and options.out:
@@ -163,14 +163,14 @@ def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> tu
             spec, sentence = kept_devices((options.out / run_files.DEVICES).read_text(errors="replace"), options.engine)
             notes.append(sentence)
     start, stop = pack.splits["train"]
-    chosen = choose_processes(
+    devices, reason = choose_processes(
         spec, request.recipe, stop - start, lambda: build_model(request, pack), options.engine, seconds=options.seconds
     )
-    notes += [chosen.reason] if chosen.reason else []
+    notes += [reason] if reason else []
     for sentence in notes:
         console.note(sentence)
-    options = replace(options, devices=str(chosen.devices), notes=(*options.notes, *notes))
-    return replace(request, options=options), chosen
+    options = replace(options, devices=str(devices), notes=(*options.notes, *notes))
+    return replace(request, options=options)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flatout.data.batches import EVALUATION_BATCH
-from flatout.engine.devices import cpu_threads
+from flatout.engine.devices import choose_precision, cpu_threads
 from flatout.utils.errors import InputError
 from flatout.utils.host import available_memory, processor_flags
 
@@ -47,8 +47,8 @@ _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX
 class Accelerator:
     """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's."""
 
-    is_host = False  # it uses the cores and memory of the host
-    is_async = True  # operations are queued, and reading a result synchronises
+    # It uses the cores and memory of the host; otherwise operations are queued, and reading a result synchronises.
+    is_host = False
     has_memory = False  # its own, with asynchronous copies from pinned host memory
     can_capture = False  # steps, as a graph
     can_compile = False  # models, by torch's compiler
@@ -77,13 +77,7 @@ class Accelerator:
 
     def choose_precision(self, wanted: str) -> str:
         """Resolve a recipe's `precision` to a number format; one that must be emulated is refused."""
-        available = self.precisions()
-        if wanted not in ("auto", *available):
-            raise InputError(
-                f"precision = {wanted!r}: {self.device.type} here has only {', '.join(available)}; "
-                "use --set precision=auto"
-            )
-        return available[0] if wanted == "auto" else wanted
+        return choose_precision(wanted, self.precisions(), f"{self.device.type} here")
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
@@ -239,7 +233,7 @@ class PinnedBuffer(HostBuffer):
 class CPU(Accelerator):
     """The cores of the host."""
 
-    is_host, is_async = True, False
+    is_host = True
 
     @property
     def raises_out_of_memory(self) -> bool:

@@ -162,12 +162,11 @@ class DeviceImages:
 def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str) -> DeviceImages:
     """See `Engine.place`."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
-    where, images = accelerator.placement(samples.nbytes, wanted), None
+    where, images, rows = accelerator.placement(samples.nbytes, wanted), None, np.arange(len(samples))
     if where == "device":
-        images = torch.from_numpy(samples.images_at(np.arange(len(samples)))).to(accelerator.device)
+        images = torch.from_numpy(samples.images_at(rows)).to(accelerator.device)
     elif where == "memory":
-        rows = np.arange(len(samples))
-        samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
+        samples = samples.with_images(samples.images_at(rows))
     return DeviceImages(samples=samples, images=images, targets=targets)
 
 

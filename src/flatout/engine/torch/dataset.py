@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.data.batches import Ahead, Batch, Split, block_size, evaluation_batches, read_ahead
+from flatout.data.batches import Ahead, Batch, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
@@ -74,7 +74,7 @@ class TorchDataset:
         images.transforms.clear()
         samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
         if isinstance(features, np.ndarray):
-            samples = Split(images=features, rows=np.arange(count), labels=samples.labels)
+            samples = samples.with_images(features)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
         return self._views[view]
 
@@ -255,14 +255,16 @@ class TorchDataset:
         engine = self._engine
         if not tta:
             return [(self, self._plain)], lambda network, images: network(engine.input.of(images))
-        if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
+        views = augment.tta_views(engine.recipe)
+        if engine.cut is None or any(moved for moved, _ in views):
             # The frozen prefix's output for shifted images is not cached.
             return [(self, self._images)], engine.view_logits
 
-        def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
+        def mean(network: Any, *read: torch.Tensor) -> torch.Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
-        return [(self, self._plain), (self._mirrored, self._mirrored._plain)], mean_of_both
+        datasets = [self._mirrored if is_mirrored else self for _, is_mirrored in views]
+        return [(dataset, dataset._plain) for dataset in datasets], mean
 
     def _batches(self, source: DeviceImages, size: int = 0) -> Iterator[DeviceBatch]:
         """Yield this rank's evaluation batches, of at least `size` images."""

@@ -181,7 +181,6 @@ class TorchEngine:
         world: World | None = None,
         task: Task | None = None,
         class_weights: np.ndarray | None = None,
-        accelerator: Accelerator | None = None,
         capture: bool = True,
         cache_prefix: bool = True,
         head: Head | None = None,
@@ -190,7 +189,7 @@ class TorchEngine:
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
-        self.accelerator = accelerator = accelerator or accelerator_of(world.device)
+        self.accelerator = accelerator = accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
         self.task = task or task_of(recipe)
         self.class_weights, self._report = class_weights, report
@@ -205,6 +204,7 @@ class TorchEngine:
 
     def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
         recipe, world, accelerator = self.recipe, self.world, self.accelerator
+        is_async = not accelerator.is_host
         self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
         self.model = self._distribute(model)
@@ -220,7 +220,7 @@ class TorchEngine:
             self._gradients = FSDPGradients(self.model, world)
         elif world.is_joined:
             trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
-            self._gradients = BucketedAllReduce(trained, world, extras, is_async=accelerator.is_async)
+            self._gradients = BucketedAllReduce(trained, world, extras, is_async=is_async)
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
         self._optimizer = optim.build(
             recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
@@ -228,7 +228,7 @@ class TorchEngine:
         self._update = optim.plain_step(self._optimizer)
         self._average = None
         if recipe.ema:
-            self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=accelerator.is_async)
+            self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=is_async)
         self._state = TrainingState(self.model, self._optimizer, self.parameters, self._average)
         self._captured = None
         if can_capture:
@@ -265,10 +265,10 @@ class TorchEngine:
 
     def _can_capture(self) -> bool:
         reasons = {
-            f"{self.recipe.optimizer.name} cannot be recorded": not optim.can_capture(self.recipe.optimizer),
-            "functions given in Python may not be recorded": self._has_own_functions,
-            "a sharded model cannot be recorded": self.is_sharded,
-            "gloo adds up gradients on the host": self.world.backend == "gloo",
+            f"{self.recipe.optimizer.name} cannot be captured": not optim.can_capture(self.recipe.optimizer),
+            "functions given in Python cannot always be captured": self._has_own_functions,
+            "a sharded model cannot be captured": self.is_sharded,
+            "gloo sums gradients on the host": self.world.backend == "gloo",
         }
         reason = next((reason for reason, holds in reasons.items() if holds), "")
         if reason:
@@ -284,7 +284,7 @@ class TorchEngine:
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
             how = "FSDP2, which shards the model" if self.is_sharded else how
-            sentences.append(f"{self.world.size} ranks; gradients are added up through {how}")
+            sentences.append(f"{self.world.size} ranks; gradients are summed through {how}")
         return sentences
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class TorchEngine:
         return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
 
     def frozen_batch(self, count: int) -> int:
-        """Return the images per batch of a frozen network for `count` images, without padding; 0: as in evaluations."""
+        """Return the images per batch of a frozen network for `count` images; 0: as in evaluations."""
         if not self.is_frozen_faster(count):
             return 0
         most = max(1, BATCH_PIXELS // math.prod(self.recipe.image_sides))
@@ -488,7 +488,7 @@ class TorchEngine:
 
     def communication_seconds(self) -> float:
         seconds, self._communication_seconds = self._communication_seconds, 0.0
-        return float("nan") if self.accelerator.is_async and self.world.is_joined else seconds
+        return seconds if self.accelerator.is_host or not self.world.is_joined else float("nan")
 
     @torch.no_grad()
     def synchronise_buffers(self) -> None:

@@ -47,7 +47,7 @@ def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> 
     if is_resident:
         return samples, sharding.put_state(samples.images_at(rows), sharding.replicated)
     if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
-        samples = Split(images=samples.images_at(rows), rows=rows, labels=samples.labels)
+        samples = samples.with_images(samples.images_at(rows))
     return samples, None
 
 
@@ -138,8 +138,7 @@ class XlaDataset:
         """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
         self._read, self._table = self.samples, None
         rows = [fetch(output)[:count] for output, count in self._results(self._engine.program.prefix, transforms)]
-        features = np.concatenate(rows)
-        return Split(images=features, rows=np.arange(len(features)), labels=self.samples.labels)
+        return self.samples.with_images(np.concatenate(rows))
 
     def compile(self) -> None:
         self.begin_epoch(0)

@@ -69,7 +69,6 @@ def find(kind: str, indices: Sequence[int], world: "World | None" = None) -> lis
 
     They are of the kind `tpu`, or `cpu`: simulated on the host's cores. All processes of the world must call this.
     """
-    require()
     import jax
 
     wanted, launch = max(indices) + 1, launched()

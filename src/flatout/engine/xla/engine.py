@@ -20,6 +20,7 @@ from flatout.config import Recipe
 from flatout.data.batches import EVALUATION_BATCH, Split
 from flatout.distributed.world import World
 from flatout.engine.base import Counts
+from flatout.engine.devices import XLA_PRECISIONS, choose_precision
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.xla.batches import XlaDataset, fetch
 from flatout.engine.xla.devices import compilation_cache
@@ -65,14 +66,15 @@ class XlaEngine:
         self.threads = physical_cores()
         local = self.sharding.local_devices
         self.device_names = ["cpu" if self.platform == "cpu" else f"{self.platform}:{d.id}" for d in local]
-        self._precision = _precision(recipe.precision, self.platform)
+        where = f"XLA on {self.platform}"
+        self._precision = choose_precision(recipe.precision, XLA_PRECISIONS[self.platform], where)
         self.cut = before_head(model, head) if head else frozen_cut(model, recipe)
         if self.cut and not head:
             report(self.cut.describe(recipe.augment.views))
         self.program = Program(
             model,
             recipe,
-            groups=self.sharding.size if recipe.norm == "per-device" else 1,
+            devices=self.sharding.size,
             precision=self._precision,
             cut=self.cut,
             class_weights=class_weights,
@@ -240,12 +242,3 @@ def _copy(state: State) -> State:
 @jax.jit
 def _all_finite(state: State) -> jax.Array:
     return jnp.stack([jnp.isfinite(array).all() for array in jax.tree.leaves(state)]).all()
-
-
-def _precision(wanted: str, platform: str) -> str:
-    formats = ("bf16", "fp32") if platform == "tpu" else ("fp32", "bf16")
-    if wanted == "auto":
-        return formats[0]
-    if wanted not in formats:
-        raise InputError(f"precision = {wanted!r}: XLA on {platform} supports {', '.join(formats)}")
-    return wanted

@@ -79,8 +79,7 @@ def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
     """See `engine.augment.mix`."""
     is_inside = _inside(rows_B6[:, 1:5], *images_BCHW.shape[2:])[:, None]
-    weight = pixels.partner_weight(is_inside, rows_B6[:, 0, None, None, None])
-    return images_BCHW + weight * (partners_BCHW - images_BCHW)
+    return pixels.mixed(images_BCHW, partners_BCHW, rows_B6, is_inside)
 
 
 def _inside(boxes_B4: jax.Array, height: int, width: int) -> jax.Array:

@@ -83,8 +83,7 @@ class Program:
     """The pure functions of a job: of state, batch, and the table [N, H, W, C] if the images of the batch are its rows.
 
     The model is exported when a function is first traced for a shape; see `Function` for errors. Batches include
-    padding. `groups` are parts of a batch with separate batch statistics. With a `cut`, images are the output of its
-    prefix, float32 with channels last.
+    padding. With a `cut`, images are the output of its prefix, float32 with channels last.
     """
 
     def __init__(
@@ -92,14 +91,15 @@ class Program:
         model: nn.Module,
         recipe: Recipe,
         *,
-        groups: int = 1,
+        devices: int = 1,
         precision: str = "fp32",
         cut: Cut | None = None,
         class_weights: np.ndarray | None = None,
     ) -> None:
         self._task, self._augment, self._cut = task_of(recipe), Augmentation(recipe), cut
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
-        self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
+        self._model, self._recipe, self._precision = model, recipe, precision
+        self._groups = devices if recipe.norm == "per-device" else 1
         self._optimizer = UpdateRule(recipe.optimizer)
         self._networks: dict[tuple[bool, tuple[int, ...]], Function | KerasFunction] = {}
 
