@@ -107,8 +107,6 @@ def test_missing_keys_and_files(tmp_path) -> None:
     path.write_text("epochs = [", encoding="utf-8")
     with pytest.raises(InputError, match=r"r\.toml: cannot be read as a recipe"):
         load_recipe(path)
-    with pytest.raises(InputError, match="did you mean 'digits'"):
-        load_job("digts")
 
 
 def test_another_optimizer_resets_its_section_but_for_the_rate() -> None:
