@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,6 +34,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 ROOT = Path(__file__).resolve().parent.parent
+Command = Callable[..., str]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +70,30 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs real data in {folder}; FLATOUT_TEST_DATA names another folder")
     return folder
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that runs a command and returns its output; its errors, where it must fail with a code."""
+    from flatout.cli.main import main
+
+    def run(*words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def no_pictures_in_module() -> Iterator[None]:
+    """Leave pictures and report out of all runs of a module, those of its fixtures too."""
+    from tests.system.conftest import leave_out_pictures
+
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_pictures(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

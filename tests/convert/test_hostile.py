@@ -18,6 +18,7 @@ import torch
 from flatout.models.convert.readers import find_file, read_file
 from flatout.utils.errors import InputError
 from tests.convert.networks import FIXTURES
+from tests.data.test_fuzz import read_damaged
 
 SECRET = np.arange(6.0, dtype=np.float32)
 
@@ -49,20 +50,17 @@ def test_damaged_bytes(name: str, tmp_path: Path):
     file = tmp_path / source.name
     if "/" in name:
         shutil.copytree(source.parent, tmp_path, dirs_exist_ok=True)
-    content, generator = source.read_bytes(), np.random.default_rng(0)
-    for _ in range(100):
-        changed = bytearray(content)
-        for place in generator.integers(len(content), size=generator.integers(1, 4)):
-            changed[place] = generator.integers(256)
-        if generator.random() < 0.3:
-            del changed[generator.integers(len(content)) :]
-        file.write_bytes(changed)
+
+    def read(content: bytes) -> None:
+        file.write_bytes(content)
         try:
             assert read_file(find_file(file)).tensors
         except InputError as error:
             assert str(tmp_path) in str(error)
             assert "\n" not in str(error)
             assert len(str(error)) < 1000
+
+    read_damaged(100, source.read_bytes(), read)
 
 
 @pytest.mark.parametrize("name", ["keras2-small.h5", "keras-small.weights.h5", "keras-small.keras"])

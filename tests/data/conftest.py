@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data import fetch
 from tests.data.web_server import Server
 
 
@@ -17,8 +16,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty cache, in a process without passwords that waits half a second for web servers."""
+    """Return an empty cache, in a process without passwords."""
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(fetch, "_TIMEOUT_SECONDS", 0.5)
     return tmp_path / "cache"

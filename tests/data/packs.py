@@ -1,7 +1,6 @@
 """Sources for packs, and what is expected of them."""
 
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,15 +81,13 @@ def leftovers(folder: Path) -> list[str]:
 
 @contextmanager
 def files_limited_to(size_bytes: int) -> Iterator[None]:
-    """Make writes beyond a size of a file fail as on a full disk."""
+    """Make writes beyond a size of a file fail as on a full disk: Python ignores the signal."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def flip(path: Path, position: int) -> None:

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from flatout.analysis.check import check, format_check
-from flatout.cli.main import main
 from flatout.data.cache import digest_files
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays
 from flatout.data.source import ImageDataset
 from flatout.utils.console import Console
+from tests.conftest import Command
 
 RNG = np.random.default_rng(0)
 
@@ -108,22 +108,20 @@ def test_arrays_by_their_pixels_and_long_lists_are_cut() -> None:
     assert {"and 30 more classes", "groups of identical images: 50", "  and 30 more"} <= set(format_check(result))
 
 
-def test_groups_in_several_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_in_several_splits(tmp_path: Path, command: Command) -> None:
     rows = ["file,label,split,patient"]
     for i in range(12):
         photo(tmp_path / f"{i}.png")
         rows.append(f"{i}.png,{'ab'[i % 2]},{'test' if i < 4 else 'train'},p{i % 6 if i != 5 else 3}")
     (tmp_path / "list.csv").write_text("\n".join(rows))
     words = ["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient"]
-    assert main([*words, "--json"]) == 0
     shared = {f"p{i}": {"train": 1 + (i == 3), "test": 1} for i in range(4)}
-    assert json.loads(capsys.readouterr().out)["divided_groups"] == shared
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    assert json.loads(command(*words, "--json"))["divided_groups"] == shared
+    text = command(*words)
     assert "groups in more than one split: 4\n  p0 (train 1, test 1)\n" in text
     assert "classes with fewer than 10 training images: 2\n  a (4)\n  b (4)\n" in text
-    assert main([*words[:2], "--set", "data.group_column=ward"]) == 2
-    assert "has no column 'ward', which data.group_column names" in capsys.readouterr().err
+    message = command(*words[:2], "--set", "data.group_column=ward", code=2)
+    assert "has no column 'ward', which data.group_column names" in message
 
 
 def test_extreme_and_blank_images(tmp_path: Path) -> None:

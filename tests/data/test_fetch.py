@@ -160,7 +160,8 @@ def test_shards_by_braces(server: Server):
     assert contents(local.parent) == {"00.bin": b"train/00", "01.bin": b"train/01"}
 
 
-def test_what_a_server_refuses_or_does_not_finish(server: Server, cache: Path):
+def test_what_a_server_refuses_or_does_not_finish(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flatout.data.fetch._TIMEOUT_SECONDS", 0.5)
     loop = {"status": 302, "headers": {"Location": server.url("/loop.npz")}}
     for name, here, words in (
         ("cut.npz", Resource(npz(), cut_after=1000), "ClientPayloadError.*run the same command again"),

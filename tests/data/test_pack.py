@@ -349,9 +349,12 @@ def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, sourc
 
 @pytest.mark.parametrize(("text", "size"), [("5", 5e9), ("500 MB", 5e8), ("1.5t", 1.5e12), ("20k", 2e4), ("0", 0)])
 def test_limits_of_the_cache(tmp_path, monkeypatch, text, size):
-    assert limit_bytes(tmp_path) == int(0.2 * shutil.disk_usage(tmp_path).total)
     monkeypatch.setenv("FLATOUT_CACHE_LIMIT", text)
     assert limit_bytes(tmp_path) == size
+
+
+def test_without_a_valid_limit_of_the_cache(tmp_path, monkeypatch):
+    assert limit_bytes(tmp_path) == int(0.2 * shutil.disk_usage(tmp_path).total)
     monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "much")
     with pytest.raises(InputError, match="FLATOUT_CACHE_LIMIT = 'much': must be a size such as 50GB"):
         limit_bytes(tmp_path)
@@ -407,10 +410,12 @@ def test_changed_content_of_equal_size_and_time_is_seen(files, tmp_path):
     assert after[1:] == before[1:]
 
 
-def test_files_just_written_and_files_that_cannot_be_read_are_not_remembered(files, tmp_path):
+def test_files_just_written_and_files_that_cannot_be_read_are_not_remembered(files, tmp_path, monkeypatch):
     memo, fresh = tmp_path / "memo", tmp_path / "fresh"
     fresh.write_bytes(b"one")
-    digest_files([fresh], memo=memo)
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "_RESTED_NS", 10**12)
+        digest_files([fresh], memo=memo)
     files[5].unlink()
     assert digest_files(files, memo=memo)[5] != blake(b"")
     assert not memo.exists()

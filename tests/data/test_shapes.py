@@ -9,7 +9,6 @@ import pytest
 import tifffile
 from PIL import Image, ImageOps
 
-from flatout.cli.main import main
 from flatout.config import Data
 from flatout.data.batches import measure
 from flatout.data.build import build_pack, load_pack
@@ -220,19 +219,17 @@ def test_generated_recipes_choose_the_shape(tmp_path, shapes, size, resize) -> N
         (("--size", "8", "--channels", "3"), "has 5 channels, but channels = 3"),
     ],
 )
-def test_wrong_sizes_and_channels_are_one_message(tmp_path, data, capsys, arguments, message) -> None:
-    assert main(["pack", str(data), "--out", str(tmp_path / "pack"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_sizes_and_channels_are_one_message(tmp_path, data, command, arguments, message) -> None:
+    assert message in command("pack", data, "--out", tmp_path / "pack", *arguments, code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_commands_on_any_shape(tmp_path, data, capsys) -> None:
-    assert main(["pack", str(data), "--out", str(tmp_path / "pack"), "--size", "8x12"]) == 0
+def test_commands_on_any_shape(tmp_path, data, command) -> None:
+    command("pack", data, "--out", tmp_path / "pack", "--size", "8x12")
     assert open_pack(tmp_path / "pack").images.shape == (12, 8, 12, 5)
-    assert main(["check", str(data)]) == 0
-    printed = capsys.readouterr().out
+    printed = command("check", data)
     assert "shapes: 12x20 12" in printed
     assert "modes: 5 x uint16 12" in printed
     tiff(BANDS[..., :4], data / "c0" / "other.tif")
-    assert main(["train", str(data), "--out", str(tmp_path / "run")]) == 2
-    assert "some images have 4 and 5 channels; convert all of them to the same number" in capsys.readouterr().err
+    message = command("train", data, "--out", tmp_path / "run", code=2)
+    assert "some images have 4 and 5 channels; convert all of them to the same number" in message

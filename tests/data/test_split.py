@@ -48,7 +48,9 @@ def test_seed_and_stream_decide_the_choice(kind):
     }
     assert len(set(chosen.values())) == 4
     assert split_by_labels(labels, 0.2, 1, stream="valid")[1].tobytes() == chosen[1, "valid"]
-    # The choice of a seed never changes.
+
+
+def test_the_choice_of_a_seed_never_changes():
     assert stratified_split(np.arange(20) % 2, 0.25, 1, stream="valid")[1].tolist() == [1, 7, 11, 12, 14]
 
 

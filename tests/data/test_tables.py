@@ -362,5 +362,8 @@ def test_refused_class_lists(folder: Path, content: str, labels: list[str], mess
     (folder / "classes.txt").write_text(content)
     with pytest.raises(InputError, match=message):
         read(folder, labelled("label", labels))
+
+
+def test_a_missing_class_list_is_named(folder: Path):
     with pytest.raises(InputError, match=r"gone\.txt: no such class list"):
-        recognise(folder / "list.csv", Data(classes=str(folder / "gone.txt")))
+        read(folder, labelled("label", ["a", "b"]), classes=str(folder / "gone.txt"))

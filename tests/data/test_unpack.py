@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli.main import main
 from flatout.config import Data
 from flatout.data.build import build_pack, load_pack
 from flatout.data.detect import recognise
 from flatout.data.pack import Pack
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
+from tests.conftest import Command
 from tests.data import containers as c
 from tests.data.packs import Silent, settings
 
@@ -83,14 +83,13 @@ def test_the_same_images_give_the_same_pack_in_any_format(name: str, tmp_path: P
 
 
 def test_an_archive_is_unpacked_once_and_removed_when_its_pack_is_made(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
     path = c.in_tar("w:gz")(tmp_path)
     first, second = recognise(path).read(), recognise(path).read()
     assert first.files and second.files and first.files[0] == second.files[0]
     assert Path(str(first.files[0])).is_relative_to(cache / "unpacked")
-    assert main(["cache"]) == 0
-    assert str(path) in capsys.readouterr().out
+    assert str(path) in command("cache")
     pack = pack_of(path, cache)
     # Another user keeps it.
     assert first.files[0].read_bytes() == c.SAMPLES[0].data
@@ -114,14 +113,13 @@ def test_without_a_cache_or_room(tmp_path: Path, cache: Path, monkeypatch: pytes
         recognise(path).read()
 
 
-def test_messages_name_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_messages_name_the_archive(tmp_path: Path, command: Command):
     folder = c.class_folders(tmp_path / "inside")
     (folder / "train" / "cat" / "0.png").write_bytes(b"no image")
     (folder / "train" / "empty").mkdir()
     (tmp_path / "inside" / "README.md").touch()
     path = c.in_zip(zipfile.ZIP_DEFLATED, lambda _: tmp_path / "inside")(tmp_path)
-    assert main(["check", str(path)]) == 0
-    shown = capsys.readouterr().out
+    shown = command("check", path)
     assert "class folders in an archive: train 6 images of 2 classes, test 4" in shown
     assert "set.zip/inside/photos/train/cat/0.png: is not an image" in shown
     assert f"no images: empty in {path}/inside/photos/train" in shown

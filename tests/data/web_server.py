@@ -1,9 +1,10 @@
 """A web server on this machine that counts what it sends."""
 
 import ssl
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.servers import LoopbackServer, Quiet
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Resource:
     then: "Resource | None" = None  # what is there after the first GET
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet, BaseHTTPRequestHandler):
     server: "Server"
 
     def do_HEAD(self) -> None:
@@ -48,36 +49,16 @@ class Handler(BaseHTTPRequestHandler):
             if here.stalls:
                 self.server.ended.wait(30)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
-
-class Server(ThreadingHTTPServer):
-    """Serves in a thread while its context lasts, encrypted with a context of `ssl`."""
-
-    daemon_threads = True
+class Server(LoopbackServer):
+    """Serves resources, encrypted with a context of `ssl`."""
 
     def __init__(self, encryption: ssl.SSLContext | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         if encryption:
             self.socket = encryption.wrap_socket(self.socket, server_side=True)
         self.resources: dict[str, Resource] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.ended = threading.Event()
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> "Server":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    def url(self, path: str, host: str = "127.0.0.1") -> str:
-        return f"http://{host}:{self.server_port}{path}"
 
     def gets(self) -> list[str]:
         """Return the paths of the GET requests."""

@@ -121,8 +121,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -145,8 +144,6 @@ def test_what_cannot_train_is_named_before_the_data_is_read(name: str, tmp_path:
         (tmp_path / "images" / label / "broken.png").write_bytes(b"")
     with pytest.raises(InputError, match=re.escape(message)):
         flatout.fit(data=tmp_path / "images", job=recipe, out=tmp_path / "run", quiet=True)
-    with pytest.raises(InputError, match="^" + re.escape(message)):  # as where speeds are measured first
-        optim.build(recipe.optimizer, {"weight": torch.zeros(1)}, capturable=False)
 
 
 def test_xla_has_none_of_them() -> None:

@@ -17,7 +17,9 @@ from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
+from tests.system.run_files import grey_levels
 
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 LARGER = {"data.eval_size": 16, "optimizer.lr": 0.05}
 
 
@@ -51,25 +53,12 @@ def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_pictures() -> Any:
-    """Leave out pictures and report, which take longer than these runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        yield
-
-
-def arrays() -> tuple[np.ndarray, np.ndarray]:
-    labels = np.arange(60) % 3
-    noise = np.random.default_rng(0).integers(0, 40, (60, 20, 20))
-    return (noise + 90 * labels[:, None, None]).astype(np.uint8), labels
-
-
+IMAGES, LABELS = grey_levels(60, size=20)
 KEYS: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": 16, "epochs": 2, "image_size": 16}
 
 
 def test_evaluation_and_prediction_have_the_size_of_the_recipe(tmp_path: Path) -> None:
-    np.savez(tmp_path / "images.npz", images=arrays()[0], labels=arrays()[1])
+    np.savez(tmp_path / "images.npz", images=IMAGES, labels=LABELS)
     path = tmp_path / "run"
     run = flatout.fit(data=tmp_path / "images.npz", out=path, model="fast-cnn-16", eval_size=20, **KEYS)
     metadata = read_weights(path / "weights.safetensors")[1]
@@ -77,7 +66,7 @@ def test_evaluation_and_prediction_have_the_size_of_the_recipe(tmp_path: Path) -
     assert run.evaluate(devices="cpu")["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
     seen: list[torch.Size] = []
     run.model.register_forward_pre_hook(lambda module, images: seen.append(images[0].shape))
-    run.predict(arrays()[0][:2])
+    run.predict(IMAGES[:2])
     assert seen == 3 * [torch.Size((2, 1, 20, 20))], "the views of test-time augmentation"
 
 
@@ -86,4 +75,4 @@ def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Pat
     size = {"keras-cnn": 18, "timm:test_vit": 32}[model]
     message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
     with pytest.raises(InputError, match=message):
-        flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **{**KEYS, "image_size": size})
+        flatout.fit(model, (IMAGES, LABELS), out=tmp_path / "run", eval_size=40, **{**KEYS, "image_size": size})

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
+from tests.conftest import Command
 from tests.engine.engines import make_engine
 from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples, small_net
@@ -98,7 +98,7 @@ def test_a_view_that_is_the_image_itself_is_evaluated_from_the_cached_prefix() -
 
 
 def test_a_run_says_that_its_metrics_are_of_views(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     leave_out_pictures(monkeypatch)
     rng = np.random.default_rng(2)
@@ -115,6 +115,5 @@ def test_a_run_says_that_its_metrics_are_of_views(
     assert run.evaluate(devices="cpu")["test_loss"] == pytest.approx(with_views, rel=1e-6)
     views, alone = ([p.probabilities for p in plain.predict(images[:8], tta=tta)] for tta in (True, False))
     assert views == [p.probabilities for p in run.predict(images[:8])] != alone
-    capsys.readouterr()
-    assert main(["evaluate", str(plain.path), "--devices", "cpu", "--tta"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(", with test-time augmentation")
+    shown = command("evaluate", plain.path, "--devices", "cpu", "--tta")
+    assert shown.splitlines()[0].endswith(", with test-time augmentation")

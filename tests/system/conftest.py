@@ -49,14 +49,6 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def no_pictures_in_module() -> Iterator[None]:
-    """Leave them out of all runs of a module, those of its fixtures too."""
-    with pytest.MonkeyPatch.context() as patch:
-        leave_out_pictures(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
 def one_picture_in_module() -> Iterator[None]:
     """Draw one small picture instead of all and the report, in all runs of a module."""
 

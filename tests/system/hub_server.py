@@ -4,12 +4,11 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.servers import LoopbackServer, Quiet
 
 TOKEN = "hf_secret"
 
@@ -38,39 +37,17 @@ class Refused(Exception):
         self.status, self.why, self.code = status, why, code
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LoopbackServer):
     """`trouble` maps a part of a URL to the status that requests for it get; "cut" closes the connection instead."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
+        super().__init__(_Answer)
         self.repositories: dict[str, Repository] = {}
         self.trouble: dict[str, int | str] = {}
         self.requests: list[tuple[str, str]] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing about clients that have gone."""
-
-
-@contextmanager
-def running() -> Iterator[Hub]:
-    hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
-
-
-class _Answer(BaseHTTPRequestHandler):
+class _Answer(Quiet, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
@@ -109,9 +86,6 @@ class _Answer(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
     # --- what is asked ---
 
     def create(self, body: bytes) -> None:
@@ -123,7 +97,7 @@ class _Answer(BaseHTTPRequestHandler):
             raise Refused(409, "You already created this model repo")
         private = wanted.get("private") or wanted.get("visibility") == "private"
         self.server.repositories[name] = Repository(private=bool(private))
-        self.send(200, {"url": f"{self.server.url}/{name}"})
+        self.send(200, {"url": f"{self.server.url()}/{name}"})
 
     def check_card(self, body: bytes) -> None:
         self.send(200, {"errors": [], "warnings": []})
@@ -171,7 +145,7 @@ class _Answer(BaseHTTPRequestHandler):
                 del files[value["path"]]
         repository.commits.append(files)
         oid = repository.sha()
-        self.send(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.server.url}/{name}/commit/{oid}"})
+        self.send(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.server.url()}/{name}/commit/{oid}"})
 
     def download(self, body: bytes, name: str, revision: str, path: str) -> None:
         _, commit, files = self.found(name, revision)

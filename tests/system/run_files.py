@@ -1,4 +1,4 @@
-"""What a run has written, and digits to train on."""
+"""What a run has written, and what to train on."""
 
 import json
 import socket
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from flatout.models.weights import read_weights
 
@@ -45,3 +46,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def write_class_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[str, ...] = ("",)) -> Path:
+    """Pictures of two classes that any net tells apart: dark and bright."""
+    rng = np.random.default_rng(0)
+    for part in parts:
+        for name, level in (("bright", 200), ("dark", 40)):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for i in range(per_class):
+                pixels = rng.integers(level - 30, level + 30, (size + i % 3, size, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i:03}.jpg")
+    return root

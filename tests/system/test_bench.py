@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from flatout.cli.main import main
 from flatout.data.batches import Split
 from flatout.engine.torch.dataset import TorchDataset
+from tests.conftest import Command
 
 
-def measured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert main(["bench", "digits", "--json", *flags]) == 0
-    return json.loads(capsys.readouterr().out)
+def measured(command: Command, *flags: str) -> dict[str, Any]:
+    return json.loads(command("bench", "digits", "--json", *flags))
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +26,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "limit"), [(Split, "read", "input"), (TorchDataset, "train_step", "compute")]
 )
 def test_what_is_slow_limits_the_job(
-    owner: type, name: str, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    owner: type, name: str, limit: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """A method takes a twentieth of a second longer, many times as long as a batch of digits takes."""
     method = getattr(owner, name)
@@ -37,7 +36,7 @@ def test_what_is_slow_limits_the_job(
         return method(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, slow)
-    found = measured(capsys, "--devices", "cpu", "--set", "data.placement=disk", "--batch-size", "100")
+    found = measured(command, "--devices", "cpu", "--set", "data.placement=disk", "--batch-size", "100")
     assert found["limit"] == limit
     assert found["verdict"][0].startswith(f"limited by {limit}: ")
     # A twentieth of a second for 100 images is at most 2,000 images per second.
@@ -49,11 +48,10 @@ def test_what_is_slow_limits_the_job(
 
 
 def test_nothing_is_written_and_people_get_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "digits", "--devices", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("bench", "digits", "--devices", "cpu").splitlines()
     assert lines[0].split() == ["images", "per", "second", "on", "cpu", "median", "least", "most"]
     assert [line[:8] for line in lines[1:4]] == ["the inpu", "the step", "training"]
     assert any(line.startswith("limited by ") for line in lines)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Command
+
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
@@ -21,7 +23,6 @@ from starlette.testclient import TestClient
 
 from flatout.analysis import board
 from flatout.analysis.board import RunStore
-from flatout.cli.main import main
 from flatout.train import monitor
 from flatout.train.progress import Progress
 from flatout.utils import run_files
@@ -200,11 +201,10 @@ def test_a_wrong_request_gets_a_message(client: TestClient) -> None:
         assert message in answer.json()["error"]
 
 
-def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_of_the_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("")
     for words, message in ((["file"], "is a file"), ([".", "--port", "70000"], "must be from 0 to 65535")):
-        assert main(["board", str(tmp_path / words[0]), *words[1:]]) == 2
-        assert message in capsys.readouterr().err
+        assert message in command("board", tmp_path / words[0], *words[1:], code=2)
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
@@ -330,7 +330,8 @@ def test_runs_are_compared_and_broken_and_hostile_ones_have_pages(page: Any) -> 
 
 
 @in_browser
-def test_what_a_run_writes_appears(page: Any, every_run: Path) -> None:
+def test_what_a_run_writes_appears(page: Any, every_run: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: shutil.rmtree(every_run / "training", ignore_errors=True))
     run = write_run(every_run / "training", CLASSES, metrics=[epoch_line(1)])
     (run / "summary.json").unlink()
     (run / ".lock").write_text("1 1.0 elsewhere/")

@@ -111,14 +111,13 @@ def test_an_onnx_file_takes_images_of_any_size_and_describes_itself(run: flatout
     ],
 )
 def test_what_is_wrong_or_missing_is_named(
-    words: list[str], message: str, run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    words: list[str], message: str, run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if words[0].startswith("without "):
         monkeypatch.setitem(sys.modules, Path(words[0]).stem.split()[1], None)
     Path("taken.onnx").write_text("mine")
-    assert main(["export", str(run.path), "--out", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in command("export", run.path, "--out", *words, code=2)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken.onnx", "mine")]
 
 

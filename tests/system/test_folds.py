@@ -15,8 +15,9 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, m
 from torch import nn
 
 import flatout
-from flatout.cli.main import main
 from flatout.report.page import draw_all
+from tests.conftest import Command
+from tests.system.interrupted import at_image
 from tests.system.run_files import grey_levels, summary
 
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 16, "lr": 0.05, "image_size": 8, "schedule": "constant"}
@@ -127,11 +128,7 @@ def test_a_fold_trains_on_all_devices(finished: flatout.Run, tmp_path: Path) -> 
     assert "fold 1 of 3" not in log
 
 
-def command(*words: object) -> int:
-    return main([str(word) for word in words])
-
-
-def test_no_group_is_in_two_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_group_is_in_two_folds(tmp_path: Path, command: Command) -> None:
     """Of 36 images, 12 patients have three each."""
     listed, out, rows = tmp_path / "photos" / "list.csv", tmp_path / "run", ["file,label,patient"]
     listed.parent.mkdir()
@@ -141,18 +138,16 @@ def test_no_group_is_in_two_folds(tmp_path: Path, capsys: pytest.CaptureFixture[
     listed.write_text("\n".join(rows))
     flags = ("--model", "fashion-cnn", "--epochs", 1, "--devices", "cpu", "--set", "image_size=28")
     groups = ("--set", "data.group_column=patient", "--set", "data.label_column=label")
-    assert command("train", listed, "--folds", 4, *flags, *groups, "--out", out) == 0
+    command("train", listed, "--folds", 4, *flags, *groups, "--out", out)
     arrays = saved(flatout.load(out))
     folds_of = [set(arrays["fold"][arrays["row"] % 12 == patient].tolist()) for patient in range(12)]
     assert all(len(folds) == 1 for folds in folds_of)
     assert np.bincount(arrays["fold"])[1:].tolist() == [9, 9, 9, 9]
-    capsys.readouterr()
-    assert command("evaluate", out, "--devices", "cpu", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(command("evaluate", out, "--devices", "cpu", "--json"))
     assert result["valid_accuracy"] == flatout.load(out).summary["valid_accuracy"]
     assert result["valid_loss"] == pytest.approx(flatout.load(out).summary["valid_loss"], rel=1e-5)
-    assert command("train", listed, "--folds", 13, *flags, *groups, "--out", tmp_path / "more") == 2
-    assert "data.folds = 13: there are only 12 groups of data.group_column" in capsys.readouterr().err
+    message = command("train", listed, "--folds", 13, *flags, *groups, "--out", tmp_path / "more", code=2)
+    assert "data.folds = 13: there are only 12 groups of data.group_column" in message
     assert not (tmp_path / "more").exists()
 
 
@@ -173,35 +168,24 @@ def test_several_labels_and_numbers(tmp_path: Path) -> None:
     assert loaded(run, 1).predict(images[0])[0].value == pytest.approx(np.mean(together), rel=1e-5)
 
 
-class Dying(nn.Module):
-    """A net that ends its process in a step of the second fold, once."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__()
-        self.marker, self.steps, self.net = marker, 0, net()
-
-    def forward(self, x: Any) -> Any:
-        self.steps += self.training
-        if self.steps == 10 and (self.marker.parent / "run" / "fold-2").exists() and not self.marker.exists():
-            self.marker.touch()
+def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
+    def interrupt_the_second_fold() -> None:
+        if (tmp_path / "run" / "fold-2").exists():
             os.kill(os.getpid(), signal.SIGINT)
-        return self.net(x)
 
-
-def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> None:
-    settings = dict[str, Any](SETTINGS, out=tmp_path / "run", epochs=4)
-    whole = flatout.fit(Dying(finished.path), squares(), **dict[str, Any](settings, out=tmp_path / "whole"))
-    with pytest.raises(KeyboardInterrupt):
-        flatout.fit(Dying(tmp_path / "marker"), squares(), **settings)
+    whole = fit(tmp_path / "whole", squares(), epochs=4)
+    with at_image(3 * 40 + 16, interrupt_the_second_fold), pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "run", squares(), epochs=4)
+    assert summary(tmp_path / "run" / "fold-2")["stopped"] == "interrupted in epoch 4, step 1"
     assert not (tmp_path / "run" / "summary.json").exists()
     with pytest.raises(flatout.InputError, match="the cross-validation has not finished"):
         flatout.load(tmp_path / "run")
     first = (tmp_path / "run" / "fold-1" / "weights.safetensors").stat()
     with pytest.raises(flatout.InputError, match=r"the run has optimizer.lr = 0.05; optimizer.lr = 0.1"):
-        flatout.fit(Dying(tmp_path / "marker"), squares(), **dict[str, Any](settings, lr=0.1), resume=True)
+        fit(tmp_path / "run", squares(), epochs=4, lr=0.1, resume=True)
     with pytest.raises(flatout.InputError, match="run: the data has changed since some of its folds were trained"):
-        flatout.fit(Dying(tmp_path / "marker"), squares(seed=1), **settings, resume=True)
-    resumed = flatout.fit(Dying(tmp_path / "marker"), squares(), **settings, resume=True)
+        fit(tmp_path / "run", squares(seed=1), epochs=4, resume=True)
+    resumed = fit(tmp_path / "run", squares(), epochs=4, resume=True)
     assert (tmp_path / "run" / "fold-1" / "weights.safetensors").stat() == first
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])
 

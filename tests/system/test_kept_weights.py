@@ -16,6 +16,7 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import EpochRecord, Progress
 from flatout.utils.run_files import read_run
+from tests.conftest import Command
 from tests.system.run_files import metrics, summary, weights, write_digits
 
 
@@ -113,11 +114,10 @@ def record_of_head(accuracy: float) -> EpochRecord:
     )
 
 
-def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, capsys) -> None:
+def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, command: Command) -> None:
     out = tmp_path / "run"
     diverging = ["--set", "optimizer.name=sgd", "--lr", "1e30", "--set", "schedule.name=constant", "--epochs", "4"]
-    assert main(["train", "digits", *diverging, "--devices", "cpu", "--out", str(out)]) == 1
-    message = capsys.readouterr().err
+    message = command("train", "digits", *diverging, "--devices", "cpu", "--out", out, code=1)
     assert "training diverged in epoch 1: the loss is not finite in step" in message
     assert all(torch.isfinite(value).all() for value in weights(out).values())
     assert "failed" in summary(out)["stopped"]

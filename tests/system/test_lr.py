@@ -10,6 +10,7 @@ from PIL import Image
 
 from flatout.analysis.lr_finder import suggest
 from flatout.cli.main import main
+from tests.conftest import Command
 from tests.system.run_files import write_digits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -20,10 +21,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["digits", "--data", str(write_digits(tmp_path_factory.mktemp("data") / "digits.npz")), "--devices", "cpu"]
 
 
-def find(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def find(arguments: list[str], command: Command) -> dict[str, Any]:
     """Return what --json prints."""
-    assert main(["lr", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(command("lr", *arguments, "--json"))
 
 
 def test_the_suggestion_trains_better_than_others(digits: list[str], tmp_path: Path) -> None:
@@ -44,11 +44,9 @@ def test_the_suggestion_trains_better_than_others(digits: list[str], tmp_path: P
     assert losses[0] < 0.8 * min(losses[1:])
 
 
-def test_the_rates_rise_and_the_loss_ends_the_test(
-    digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rates_rise_and_the_loss_ends_the_test(digits: list[str], tmp_path: Path, command: Command) -> None:
     """Checked against a plain computation of the average from the losses by step."""
-    result = find([*digits, "--set", "optimizer.name=adamw", "--out", str(tmp_path / "out")], capsys)
+    result = find([*digits, "--set", "optimizer.name=adamw", "--out", str(tmp_path / "out")], command)
     rates, losses, smoothed = map(np.array, zip(*result["points"], strict=True))
     assert rates[0] == pytest.approx(1e-7)
     assert np.diff(np.log(rates)) == pytest.approx(7 * np.log(10) / 139)
@@ -72,32 +70,31 @@ def test_where_the_loss_stays_low_the_highest_rate_counts() -> None:
     assert suggest(rates.tolist(), [1.0] * 100, [1.0] * 100) is None
 
 
-def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, command: Command) -> None:
     """The recipe's own rate changes nothing but what the suggestion is converted to."""
     settings = ["--set", "optimizer.lr=0.5", "--set", "optimizer.lr_base_batch=16", "--set", "augment.rotate=0"]
-    result = find([*digits, "--seed", "3", *settings, "--out", str(tmp_path / "out")], capsys)
+    result = find([*digits, "--seed", "3", *settings, "--out", str(tmp_path / "out")], command)
     assert result["recipe_rate"] == pytest.approx(0.5 * 2)
     assert result["lr"] == pytest.approx(result["rate"] / 2, rel=0.05)
 
 
-def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, command: Command) -> None:
     """Images are all alike, so no rate makes the loss fall below that of guessing."""
     data, out = tmp_path / "data.npz", tmp_path / "out"
     np.savez(data, images=np.full((256, 8, 8), 100, np.uint8), labels=np.arange(256) % 10)
     means = ["--set", "data.mean=0.4", "--set", "data.std=0.2"]
     frozen = ["--set", "freeze=all-but-last-0", "--set", "augment.rotate=0", "--set", "augment.zoom=0"]
     words = ["lr", "digits", "--data", str(data), "--devices", "cpu", *means, *frozen, "--out", str(out)]
-    assert main(words) == 0
-    assert "no suggestion: the loss fell at no learning rate" in capsys.readouterr().out
+    assert "no suggestion: the loss fell at no learning rate" in command(*words)
     result = json.loads((out / "lr.json").read_text())
     assert result["lr"] is result["rate"] is None
 
 
 @pytest.mark.slow
-def test_on_several_devices(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_several_devices(digits: list[str], tmp_path: Path, command: Command) -> None:
     """The first losses, before the weights differ by rounding, are those of one device."""
     words = [*digits, "--batch-size", "16"]
-    alone = find([*words, "--out", str(tmp_path / "alone")], capsys)
-    result = find([*words, "--devices", "2xcpu", "--out", str(tmp_path / "out")], capsys)
+    alone = find([*words, "--out", str(tmp_path / "alone")], command)
+    result = find([*words, "--devices", "2xcpu", "--out", str(tmp_path / "out")], command)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)

@@ -51,7 +51,6 @@ class Net(nn.Module):
         torch.manual_seed(5)
         self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 3)
         self.pause, self.calls = pause, 0
-
     def forward(self, x):
         self.calls += 1
         if self.calls == 3:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from flatout.analysis.plan import Work, find_work, format_plan
 from flatout.analysis.tpu import CompiledStep, Topology, estimate_row, needed_bytes, parse_topologies
@@ -19,6 +18,7 @@ from flatout.cli.main import main
 from flatout.config.jobs import load_job
 from flatout.models.build import build_model
 from flatout.utils.console import Console
+from tests.system.run_files import write_class_folders
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
@@ -114,12 +114,8 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
     recipe = tmp_path / "mine.toml"
     recipe.write_text('model = "vgg16"\nimage_size = 64\nepochs = 2\nbatch_size = 16\n')
     assert found(str(recipe), images=500, classes=7) == (500, 7, "vgg16")
-    for number in range(40):
-        photo = tmp_path / "photos" / ("dark", "bright")[number % 2] / f"{number}.png"
-        photo.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (16, 16), number).save(photo)
     # A fifth of 40 photos is set aside.
-    assert found(str(tmp_path / "photos"))[:2] == (32, 2)
+    assert found(str(write_class_folders(tmp_path / "photos", per_class=20)))[:2] == (32, 2)
 
 
 def test_without_the_compiler_the_command_that_installs_it_is_named(

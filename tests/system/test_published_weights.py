@@ -39,7 +39,7 @@ from flatout.models.pretrained import load_pretrained
 from flatout.utils.errors import InputError, WeightsUnavailable
 from tests.hubs import set_endpoint, using_hub
 from tests.nets import build
-from tests.system import weights_server
+from tests.system.run_files import write_class_folders
 from tests.system.weights_server import COMMIT, REPOSITORY, Hub
 
 NAME = "timm:test_resnet.r160_in1k"
@@ -56,7 +56,7 @@ def published() -> nn.Module:
 
 @pytest.fixture
 def hub(published: nn.Module) -> Iterator[Hub]:
-    with weights_server.running(save(published.state_dict(), {"format": "pt"})) as server:
+    with Hub(save(published.state_dict(), {"format": "pt"})) as server:
         yield server
 
 
@@ -72,7 +72,7 @@ def empty_caches(url: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[
 @pytest.fixture
 def caches(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give this process empty caches and the server as its hub."""
-    with empty_caches(hub.url, tmp_path, monkeypatch) as folder:
+    with empty_caches(hub.url(), tmp_path, monkeypatch) as folder:
         yield folder
 
 
@@ -163,7 +163,7 @@ def test_proxies_and_tokens_are_those_of_huggingface_hub(
 ):
     set_endpoint(monkeypatch, "http://hub.test")
     assert unreachable()
-    monkeypatch.setenv("HTTP_PROXY", hub.url)
+    monkeypatch.setenv("HTTP_PROXY", hub.url())
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(weights_hub, "_failures", {})
     assert not unreachable()
@@ -178,7 +178,7 @@ def test_proxies_and_tokens_are_those_of_huggingface_hub(
 def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, monkeypatch: pytest.MonkeyPatch):
     config = timm.get_pretrained_cfg("test_resnet.r160_in1k")
     assert config is not None
-    both = type(config)(**{**config.__dict__, "url": f"{hub.url}/cdn/resnet.pth"})
+    both = type(config)(**{**config.__dict__, "url": hub.url("/cdn/resnet.pth")})
     monkeypatch.setattr(timm, "get_pretrained_cfg", lambda name: both)
     state = published.state_dict()
     # An installed package is the last place.
@@ -290,7 +290,7 @@ def test_a_url_is_downloaded_into_torch_hubs_cache(
     theirs = build("vgg16", num_classes=9, image_size=32, channels=3, seed=3)
     hub.content = hub.sent = put(theirs.state_dict(), caches, "vgg16.pth").read_bytes()
     name = f"vgg16-{hashlib.sha256(hub.content).hexdigest()[:8]}.pth"
-    monkeypatch.setattr(weights_hub, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/{name}")
+    monkeypatch.setattr(weights_hub, "VGG16_IMAGENET_URL", hub.url(f"/cdn/{name}"))
     for count in (2, 1):  # the second time from the cache
         model, sentences = load("vgg16")
         assert_published(model, theirs)
@@ -307,7 +307,7 @@ def test_a_failed_download_from_a_url_is_reported(
 ):
     hub.trouble, hub.sent = trouble, hub.content[: len(hub.content) // 2]
     monkeypatch.setattr(weights_hub, "_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr(weights_hub, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/vgg16-{hub.digest[:8]}.pth")
+    monkeypatch.setattr(weights_hub, "VGG16_IMAGENET_URL", hub.url(f"/cdn/vgg16-{hub.digest[:8]}.pth"))
     fix = "give --weights FILE, or --no-pretrained to start from random weights"
     with pytest.raises(WeightsUnavailable, match=rf"could not download http.*\.pth for vgg16 \(.*{reason}.*\); {fix}"):
         find_weights("vgg16", report=lambda sentence: None)
@@ -447,19 +447,15 @@ def test_ranks_train_from_one_download(
     hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Without the network, one message is all that remains."""
-    generator, out = np.random.default_rng(0), caches / "run"
-    for index in range(24):
-        path = caches / "photos" / "ab"[index % 2] / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    photos, out = write_class_folders(caches / "photos", size=32), caches / "run"
     changes = f"--model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32 --devices 2xcpu"
     # The ranks read the environment.
-    for name, value in {"HF_HOME": str(caches / "hf"), "HF_ENDPOINT": hub.url}.items():
+    for name, value in {"HF_HOME": str(caches / "hf"), "HF_ENDPOINT": hub.url()}.items():
         monkeypatch.setenv(name, value)
     for is_offline in (True, False):
         monkeypatch.setenv("HF_HUB_OFFLINE", str(int(is_offline)))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-        code = main(["train", str(caches / "photos"), *changes.split(), "--out", str(out)])
+        code = main(["train", str(photos), *changes.split(), "--out", str(out)])
         said = capsys.readouterr()
         assert code == (2 if is_offline else 0), said.err
         assert said.err.count(f"could not download {REPOSITORY}") == is_offline

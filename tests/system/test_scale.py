@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from flatout.analysis.throughput import compare_specs, draw_scaling, format_scale, split_specs
 from flatout.cli.main import main
 from tests.system.conftest import START_SECONDS, eventually
-from tests.system.run_files import write_digits
+from tests.system.run_files import write_class_folders, write_digits
 
 
 def run(devices: str, world_size: int, rate: float | None, **values: Any) -> dict[str, Any]:
@@ -81,11 +80,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.slow
 def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path: Path, capsys) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(40):
-        path = tmp_path / "photos" / ("dark" if number % 2 else "light") / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 128 if number % 2 else 256, (16, 16), dtype=np.uint8)).save(path)
+    write_class_folders(tmp_path / "photos", per_class=20)
     out = tmp_path / "out"
     command = ["scale", str(tmp_path / "photos"), "--devices", "cpu,2xcpu", "--epochs", "2", "--batch-size", "8"]
     assert main([*command, "--json", "--out", str(out)]) == 0

@@ -9,25 +9,12 @@ from typing import Any
 import pexpect
 import pytest
 
+from tests.system.test_notebook import SETUP
+
 pytestmark = pytest.mark.slow
 
 WAIT_SECONDS = 90
-DEFINITIONS = """
-import numpy as np, torch, flatout
-from flatout.train.request import Options
-from torch import nn
-Options.__init__.__kwdefaults__["report"] = False
-class Net(nn.Module):
-    def __init__(self, classes=3):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(1, 8, 3), nn.Linear(8, classes)
-    def forward(self, x):
-        return self.head(torch.relu(self.conv(x)).mean((2, 3)))
-
-labels = np.arange(120) % 3
-images = (np.random.default_rng(0).integers(0, 40, (120, 10, 10)) + 90 * labels[:, None, None]).astype(np.uint8)
-"""
-SETTINGS = 'batch_size=16, devices="2xcpu", optimizer=flatout.Adam(lr=0.02)'
+DEFINITIONS = SETUP + 'Options.__init__.__kwdefaults__["report"] = False\n'
 
 
 def environment() -> dict[str, str]:
@@ -39,7 +26,7 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     text = (
         f"{DEFINITIONS}\nfrom beside import Head\nprint('top level')\n"
         "net = Net()\nnet.head = Head(8, 3)\n"
-        f"run = flatout.fit(net, (images, labels), epochs=1, out='run', {SETTINGS})\n"
+        "run = flatout.fit(net, (images, labels), out='run', **settings | dict(epochs=1))\n"
         "print(type(run.model), type(run.model.head), run.summary['devices'])\n"
     )
     (tmp_path / "script.py").write_text(text)
@@ -72,7 +59,7 @@ def test_the_interactive_interpreter(tmp_path: Path) -> None:
     )
     for line in DEFINITIONS.splitlines():
         python.sendline(line)
-    python.sendline(f"run = flatout.fit(Net(), (images, labels), epochs=1, out='run', {SETTINGS})")
+    python.sendline("run = flatout.fit(Net(), (images, labels), out='run', **settings | dict(epochs=1))")
     python.sendline("print('devices' + ':', run.summary['devices'], type(run.model))")
     python.expect(r"devices: 2xcpu <class '__main__\.Net'>")
     python.sendline("exit()")

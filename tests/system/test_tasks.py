@@ -1,38 +1,30 @@
-"""Several labels and numbers, from a CSV file or arrays to the report: pairs of digits of MNIST."""
+"""Several labels and numbers, from a CSV file or arrays to the report: pairs of digits."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
 
 import flatout
 from flatout.cli.main import main
-from flatout.data.detect import find
-from flatout.data.source import ImageDataset
 from flatout.models.weights import read_weights
+from tests.conftest import Command
 
-Pairs = tuple[np.ndarray, np.ndarray]
+DIGITS: Any = load_digits()
 
 
-@pytest.fixture(scope="module")
-def pairs_of(shared_data: Path) -> Callable[[int], Pairs]:
-    """Return a function that returns images uint8 [N, 28, 56] of two digits, and the digits, int64 [N, 2]."""
-    found = find(shared_data / "mnist")
-    source = found if isinstance(found, ImageDataset) else found.read()
-    assert source.images is not None
-
-    def pairs(count: int) -> Pairs:
-        chosen = np.random.default_rng(count).integers(0, source.splits["train"][1], (count, 2))
-        images = source.images[..., 0]  # type: ignore[index]
-        return np.concatenate([images[chosen[:, 0]], images[chosen[:, 1]]], axis=2), source.labels[chosen]
-
-    return pairs
+def pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return images uint8 [N, 8, 16] of two digits, and the digits, int64 [N, 2]."""
+    chosen = np.random.default_rng(count).integers(0, len(DIGITS.target), (count, 2))
+    images = (DIGITS.images * 15.9).astype(np.uint8)
+    return np.concatenate([images[chosen[:, 0]], images[chosen[:, 1]]], axis=2), DIGITS.target[chosen]
 
 
 def fit(out: Path, data: Any, **changes: Any) -> flatout.Run:
@@ -42,10 +34,10 @@ def fit(out: Path, data: Any, **changes: Any) -> flatout.Run:
 
 
 @pytest.fixture(scope="module")
-def listed(pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with 300 images of pairs, and lists of their digits, and of the number that they form."""
     folder = tmp_path_factory.mktemp("listed")
-    images, digits = pairs_of(300)
+    images, digits = pairs(300)
     (folder / "images").mkdir()
     tags, numbers = ["file,tags"], ["file,number"]
     for i, (image, pair) in enumerate(zip(images, digits.tolist(), strict=True)):
@@ -57,21 +49,16 @@ def listed(pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
 @pytest.mark.parametrize("kind", ["tags", "numbers"])
-def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_from_a_csv_file(listed: Path, kind: str, tmp_path: Path, command: Command) -> None:
     changes = {"loss": "huber", "augment": {"mixup": 0.2}} if kind == "numbers" else {}
     run = fit(tmp_path / "run", listed / f"{kind}.csv", epochs=3, **changes)
     summary, page = run.summary, (run.path / "report.html").read_text()
     with np.load(run.path / "predictions.npz") as saved:
         labels, answers, probabilities = (saved[name] for name in ("labels", "predicted", "probabilities"))
-    result = command(capsys, "evaluate", run.path, "--devices", "cpu")
-    found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]
+    result = json.loads(command("evaluate", run.path, "--devices", "cpu", "--json"))
+    found = json.loads(command("predict", run.path, listed / "images" / "7.png", "--json"))["predictions"][0]
     if kind == "numbers":
         expected = {"test_mae": mean_absolute_error(labels, answers), "test_r2": r2_score(labels, answers)}
         assert (summary["task"], summary["classes"], result["per_class"]) == ("regression", [], [])
@@ -117,8 +104,8 @@ def test_a_run_on_listed_images_can_be_used_from_any_folder(
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("task", ["multi-label", "regression"])
-def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
-    images, digits = pairs_of(100)
+def test_a_resumed_run_is_an_uninterrupted_one(tmp_path: Path, task: str) -> None:
+    images, digits = pairs(100)
     data = (images, np.eye(10, dtype=np.uint8)[digits].max(axis=1) if task == "multi-label" else digits.sum(axis=1) / 2)
     changes: dict[str, Any] = {"schedule": flatout.Schedule(), "image_size": 16}
     whole = fit(tmp_path / "whole", data, **changes)
@@ -126,16 +113,15 @@ def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs],
     parts = fit(tmp_path / "parts", data, resume=True, **changes)
     assert parts.recipe.task == task
     first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
-    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
     assert first[1] == second[1]
     assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:
-    images, digits = pairs_of(2_500)
-    halved = images.reshape(-1, 14, 2, 28, 2).mean(axis=(2, 4)).astype(np.uint8)
-    np.savez(tmp_path / "sums.npz", images=halved, labels=digits.sum(axis=1) / 2)
+def test_a_generated_recipe_learns_numbers(tmp_path: Path) -> None:
+    images, digits = pairs(2_500)
+    np.savez(tmp_path / "sums.npz", images=images, labels=digits.sum(axis=1) / 2)
     flags = ["--model", "fast-cnn-16", "--epochs", "3", "--devices", "cpu", "--set", "precision=fp32"]
     assert main(["train", str(tmp_path / "sums.npz"), *flags, "--out", str(tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["test_r2"] >= 0.6

@@ -1,20 +1,17 @@
 """The command line from end to end: runs, their folders, and what bad input gets."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights
-from tests.system.run_files import metrics, summary, weights
+from tests.system.run_files import metrics, summary, weights, write_class_folders
 
 FOLDER = "recipe.toml metrics.jsonl summary.json weights.safetensors checkpoints logs report.html predictions.png"
 KEYS = """job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second
@@ -28,19 +25,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
     assert main(["train", "digits", "--epochs", "6", "--devices", "cpu", "--out", str(out)]) == 0
     return out
-
-
-def make_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[str, ...] = ("",)) -> Path:
-    """Pictures of two classes that any net tells apart: dark and bright."""
-    rng = np.random.default_rng(0)
-    for part in parts:
-        for name, level in (("bright", 200), ("dark", 40)):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for i in range(per_class):
-                pixels = rng.integers(level - 30, level + 30, (size + i % 3, size, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i:03}.jpg")
-    return root
 
 
 def test_the_run_folder_is_complete(digits: Path) -> None:
@@ -74,14 +58,13 @@ def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
     assert [p.classes[0] for p in run.predict(pixels[:5], top=1)] == [str(int(i)) for i in by_hand[:5]]
 
 
-def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, capsys) -> None:
+def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, command) -> None:
     before = (digits / "summary.json").read_bytes()
-    assert main(["train", "digits", "--out", str(digits)]) == 2
-    assert "--overwrite" in capsys.readouterr().err
+    assert "--overwrite" in command("train", "digits", "--out", digits, code=2)
     assert (digits / "summary.json").read_bytes() == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    assert main(["train", "digits", "--out", str(tmp_path / "mine"), "--overwrite"]) == 2
+    command("train", "digits", "--out", tmp_path / "mine", "--overwrite", code=2)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
@@ -99,32 +82,28 @@ def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_folders_of_pictures_without_a_recipe_and_others_of_the_same_classes(tmp_path: Path, capsys) -> None:
-    data = make_folders(tmp_path / "data", per_class=20)
-    assert main(["train", str(data), "--epochs", "12", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
+def test_folders_of_pictures_without_a_recipe_and_others_of_the_same_classes(tmp_path: Path, command) -> None:
+    data = write_class_folders(tmp_path / "data", per_class=20)
+    said = command("train", data, "--epochs", "12", "--devices", "cpu", "--out", tmp_path / "run")
     assert "40 images of 2 classes" in said
     assert "image_size = 20" in said
     figures = summary(tmp_path / "run")
     assert figures["classes"] == ["bright", "dark"]
     assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 40
     assert figures["test_accuracy"] == 1.0
-    assert main(["train", str(data), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run2")]) == 0
+    command("train", data, "--epochs", "1", "--devices", "cpu", "--out", tmp_path / "run2")
     assert summary(tmp_path / "run2")["pack_was_cached"]
     # Classes of other data are matched by name.
-    other, run = make_folders(tmp_path / "other", per_class=3), str(tmp_path / "run")
-    capsys.readouterr()
-    assert main(["evaluate", run, "--data", str(other), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    other, run = write_class_folders(tmp_path / "other", per_class=3), tmp_path / "run"
+    result = json.loads(command("evaluate", run, "--data", other, "--json"))
     assert (result["test_count"], result["test_correct"]) == (6, 6)
     (other / "bright").rename(other / "purple")
-    assert main(["evaluate", run, "--data", str(other)]) == 2
-    assert "'purple'" in capsys.readouterr().err
+    assert "'purple'" in command("evaluate", run, "--data", other, code=2)
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_binary_loss_has_one_output(tmp_path: Path) -> None:
-    data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
+    data = write_class_folders(tmp_path / "data", parts=("training_set", "test_set"))
     out = tmp_path / "run"
     changes = ["--set", "image_size=16", "--epochs", "16", "--batch-size", "8", "--lr", "0.003"]
     assert main(["train", "cats-dogs", "--data", str(data), *changes, "--devices", "cpu", "--out", str(out)]) == 0
@@ -157,19 +136,13 @@ INPUT_ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), INPUT_ERRORS, ids=lambda value: " ".join(value)[:40])
-def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, tmp_path, monkeypatch, capsys) -> None:
+def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, tmp_path, monkeypatch, command) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
+    error = command(*arguments, code=2)
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == [], "neither a run nor a pack"
-
-
-def test_importing_flatout_does_not_import_torch() -> None:
-    code = "import sys, flatout, flatout.cli.main; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -181,8 +154,7 @@ def test_importing_flatout_does_not_import_torch() -> None:
         (["--overwrite"], "contradict"),
     ],
 )
-def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], message: str, capsys) -> None:
+def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], message: str, command) -> None:
     recipe = (digits / "recipe.toml").read_bytes()
-    assert main(["train", "--resume", "--out", str(digits), *changes]) == 2
-    assert message in capsys.readouterr().err
+    assert message in command("train", "--resume", "--out", digits, *changes, code=2)
     assert (digits / "recipe.toml").read_bytes() == recipe

@@ -18,8 +18,8 @@ from PIL import Image
 import flatout
 from flatout.cli.main import main
 from flatout.models.weights import read_weights, save_tensors
+from tests.conftest import Command
 from tests.hubs import using_hub
-from tests.system import hub_server
 from tests.system.hub_server import TOKEN, Hub, Repository
 
 pytestmark = [
@@ -64,7 +64,7 @@ def run(home: Path) -> flatout.Run:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Give this process a hub, a token and an empty cache."""
-    with hub_server.running() as server, using_hub(server.url, tmp_path / "hf", monkeypatch):
+    with Hub() as server, using_hub(server.url(), tmp_path / "hf", monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
         yield server
@@ -82,40 +82,30 @@ def upload(run: flatout.Run, *flags: str) -> int:
 
 
 @pytest.fixture
-def assert_refused(capsys: pytest.CaptureFixture[str]) -> Callable[[list[Any], str], None]:
+def assert_refused(command: Command) -> Callable[[list[Any], str], None]:
     """Return a function that runs a command, and compares its one message."""
 
     def check(words: list[Any], expected: str) -> None:
-        capsys.readouterr()
-        assert main([str(word) for word in words]) == 2
-        (message,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("uploading "))
+        lines = command(*words, code=2).splitlines()
+        (message,) = (line for line in lines if not line.startswith("uploading "))
         assert expected in message
 
     return check
 
 
 def test_what_is_published_answers_as_the_run_does(
-    run: flatout.Run,
-    home: Path,
-    hub: Hub,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: flatout.Run, home: Path, hub: Hub, tmp_path: Path, command: Command, capsys: Any, monkeypatch: Any
 ) -> None:
     """From the cache too; the card has its figures, and code that runs."""
-    assert upload(run, "--json") == 0
-    result, repository = json.loads(capsys.readouterr().out), hub.repositories[NAME]
+    result = json.loads(command("upload", run.path, URL, "--json"))
+    repository = hub.repositories[NAME]
     assert set(result["files"]) == PUBLISHED | {"model.onnx"} == set(repository.files) - {".gitattributes"}
     assert (result["commit"], repository.private) == (repository.sha(), False)
-    photos = [str(path) for path in sorted((home / "my photos").rglob("*.png"))[:6]]
-    answers = []
-    for address in (URL, str(run.path)):
-        assert main(["predict", address, *photos, "--json"]) == 0
-        answers.append(json.loads(capsys.readouterr().out)["predictions"])
-    assert answers[0] == answers[1]
+    photos = sorted((home / "my photos").rglob("*.png"))[:6]
+    answers, expected = (json.loads(command("predict", at, *photos, "--json")) for at in (URL, run.path))
+    assert answers["predictions"] == expected["predictions"]
     published = flatout.load(URL)
-    for a, b in zip(run.model.state_dict().values(), published.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(published.model.state_dict(), run.model.state_dict(), rtol=0, atol=0)
 
     card = repository.files["README.md"].decode()
     front = yaml.safe_load(card.split("---\n")[1])
@@ -207,7 +197,7 @@ def test_private_repositories(
     assert_refused(["predict", URL, "x.png"], DENIED.format(401))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     plain_hub.repositories[NAME].private = False
-    public = f"exists and is public; make it private on {plain_hub.url}/{NAME}/settings"
+    public = f"exists and is public; make it private on {plain_hub.url()}/{NAME}/settings"
     assert_refused(["upload", run.path, URL, "--private"], public)
 
 

@@ -18,6 +18,7 @@ import torch
 import flatout
 from flatout.cli.main import main
 from flatout.engine.xla.devices import find
+from tests.conftest import Command
 from tests.system.rank_functions import FLATOUT
 from tests.system.run_files import free_port, summary, weights, write_digits
 
@@ -42,10 +43,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 
 def assert_same_weights(a: Path, b: Path, rtol: float = 1e-3, atol: float = 1e-4) -> None:
-    first, second = weights(a), weights(b)
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(weights(b), weights(a), rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +116,9 @@ def test_two_hosts_are_one_mesh(tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "alone", tmp_path / "run")
 
 
-def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchax", None)
-    assert main([*TRAIN, "--engine", "xla", "--devices", "2xcpu"]) == 2
-    said = capsys.readouterr().err
+    said = command(*TRAIN, "--engine", "xla", "--devices", "2xcpu", code=2)
     # The rest of the sentence depends on what is imported already.
     assert re.search("--engine xla: .*torchax", said)
     assert "pip install 'flatout[tpu]'" in said
@@ -139,7 +136,7 @@ def test_what_jax_says_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_cannot_be_compiled_ends_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -155,8 +152,7 @@ def test_a_model_that_cannot_be_compiled_ends_before_training(
         "    return Net()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    command = ["train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]
-    assert main([*command, "--out", str(tmp_path / "run")]) == 2
-    errors = capsys.readouterr().err
+    words = ["train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]
+    errors = command(*words, "--out", tmp_path / "run", code=2)
     assert f"{tmp_path / 'mine.py'}, line 7" in errors
     assert "--engine torch" in errors

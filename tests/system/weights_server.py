@@ -2,49 +2,26 @@
 
 import hashlib
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
+
+from tests.servers import LoopbackServer, Quiet
 
 REPOSITORY = "timm/test_resnet.r160_in1k"
 COMMIT = "c0ffee" * 6 + "c0ff"
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LoopbackServer):
     """A hub with one file in one repository. `trouble` is what goes wrong; `requests` are the method, URL and token."""
 
-    daemon_threads = True
-
     def __init__(self, content: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(Answer)
         self.content, self.sent, self.trouble = content, content, ""
         self.digest = hashlib.sha256(content).hexdigest()
         self.requests: list[tuple[str, str, str | None]] = []
-        self.released = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing about clients that have gone."""
 
 
-@contextmanager
-def running(content: bytes) -> Iterator[Hub]:
-    hub = Hub(content)
-    thread = threading.Thread(target=hub.serve_forever, args=(0.05,))
-    thread.start()
-    yield hub
-    hub.released.set()
-    hub.shutdown()
-    hub.server_close()
-    thread.join()
-
-
-class Answer(BaseHTTPRequestHandler):
+class Answer(Quiet, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
@@ -53,14 +30,14 @@ class Answer(BaseHTTPRequestHandler):
         if not path.startswith("/api/"):  # what huggingface_hub asks about the tool that uses it
             hub.requests.append((self.command, self.path, self.headers["Authorization"]))
         if hub.trouble == "hang":
-            hub.released.wait()
+            hub.ended.wait()
         elif hub.trouble.isdigit():
             self.answer(int(hub.trouble), {})
         elif path.startswith("/cdn/"):
             self.send_content()
         else:
             linked = {"X-Linked-Size": str(len(hub.content)), "X-Linked-Etag": f'"{hub.digest}"'}
-            xet = {"X-Xet-Hash": hub.digest, "Link": f'<{hub.url}/xet>; rel="xet-auth"'}
+            xet = {"X-Xet-Hash": hub.digest, "Link": f'<{hub.url()}/xet>; rel="xet-auth"'}
             # Files are on another host; a proxy gets whole URLs.
             host = f"localhost:{hub.server_port}" if self.path == path else "cdn.test"
             location = {"X-Repo-Commit": COMMIT, "Location": f"http://{host}/cdn/{hub.digest}"}
@@ -82,7 +59,7 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(rest)
             self.wfile.flush()
             if hub.trouble == "hang in the file":
-                hub.released.wait()
+                hub.ended.wait()
             self.close_connection = True
 
     def answer(self, status: int, headers: dict[str, str]) -> None:
@@ -90,6 +67,3 @@ class Answer(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": "0", **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass

@@ -1,6 +1,7 @@
 """Calibration, prediction sets, unknown images and the comparison of runs, against planted truths."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar
 from flatout.tasks import task_named, wilson
+from tests.conftest import Command
 from tests.system.conftest import draw_small_pictures
 from tests.unit.runs import write_run
 
@@ -157,7 +159,9 @@ def test_figures_and_report_rest_on_the_answers_that_are_kept(digits: Path) -> N
         assert wanted in text
 
 
-def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_answers_with_sets_and_unknown(
+    digits: Path, tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = flatout.load(digits / "second")
     rng = np.random.default_rng(0)
     noise = [rng.integers(0, 256, (8, 8), dtype=np.uint8) for _ in range(20)]
@@ -166,21 +170,18 @@ def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.Capt
     assert sum(bool(one.unknown) for one in found) > 10
     assert any("unknown; most like" in str(one) for one in found)
     assert found[0].to_dict().keys() == {"file", "predictions", "unknown", "coverage", "set"}
-    (run.path / "known.safetensors").rename(run.path / "moved")
+    without = shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("known.safetensors"))
     with pytest.warns(UserWarning, match="known.safetensors is missing: unknown images are not recognised"):
-        assert flatout.load(run.path).predict(noise[:1])[0].unknown is None
-    assert main(["evaluate", str(run.path), "--devices", "cpu"]) == 0
+        assert flatout.load(without).predict(noise[:1])[0].unknown is None
+    assert main(["evaluate", str(without), "--devices", "cpu"]) == 0
     assert sum(text.count("known.safetensors is missing") for text in capsys.readouterr()) == 1
-    (run.path / "moved").rename(run.path / "known.safetensors")
     for coverage, reason in (("1.5", "must be from 0.5 to 0.994"), ("0.999", "the 180 validation images")):
-        assert main(["predict", str(run.path), "x.png", "--coverage", coverage]) == 2
-        assert reason in capsys.readouterr().err
+        assert reason in command("predict", run.path, "x.png", "--coverage", coverage, code=2)
 
 
-def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_two_runs_are_compared(digits: Path, command: Command, tmp_path: Path) -> None:
     first, second = (str(digits / name) for name in ("first", "second"))
-    assert main(["compare", first, second, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(command("compare", first, second, "--json"))
     right = []
     for run in (first, second):
         with np.load(Path(run) / "predictions.npz") as saved:
@@ -194,15 +195,13 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
         (other / name).write_bytes((digits / "first" / name).read_bytes())
     with np.load(Path(first) / "predictions.npz") as saved:
         content: dict[str, Any] = dict(saved)
-    assert main(["compare", first, str(other)]) == 2
-    assert "has no predictions to compare" in capsys.readouterr().err
+    assert "has no predictions to compare" in command("compare", first, other, code=2)
     np.savez(other / "predictions.npz", **(content | {"brightness": content["brightness"][::-1]}))
     for wrong, reason in ((other, "not the same test images"), (f"{first}/../first", "are the same run")):
-        assert main(["compare", first, str(wrong)]) == 2
-        assert reason in capsys.readouterr().err
+        assert reason in command("compare", first, wrong, code=2)
 
 
-def test_two_runs_of_numbers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_of_numbers_are_compared(tmp_path: Path, command: Command) -> None:
     rng = np.random.default_rng(0)
     labels = rng.normal(50, 9, 200).astype(np.float32)
     folders, errors = [tmp_path / "first", tmp_path / "second"], []
@@ -214,16 +213,14 @@ def test_two_runs_of_numbers_are_compared(tmp_path: Path, capsys: pytest.Capture
         content |= {"labels": labels, "predicted": numbers, "probabilities": numbers[:, None]}
         np.savez(folder / "predictions.npz", **content)
         errors.append(np.abs(numbers.astype(np.float64) - labels))
-    assert main(["compare", *map(str, folders), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(command("compare", *folders, "--json"))
     assert found["p_value"] == pytest.approx(wilcoxon(*errors).pvalue)  # type: ignore[attr-defined]
     assert found["values"] == pytest.approx([one.mean() for one in errors])
     assert found["smaller_errors"] == [(errors[0] < errors[1]).sum(), (errors[1] < errors[0]).sum()]
-    assert main(["compare", *map(str, folders)]) == 0
-    assert "Wilcoxon test: p = " in capsys.readouterr().out
+    assert "Wilcoxon test: p = " in command("compare", *folders)
 
 
-def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, command: Command) -> None:
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
     settings = {"data.valid_fraction": 0.0, "epochs": 1, "batch_size": 20, "devices": "cpu", "out": tmp_path / "run"}
@@ -235,5 +232,4 @@ def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, c
     assert (
         "at least 20 are needed: --set data.valid_fraction=0.56 takes" in notes
     )  # of the 36 that are not for the test
-    assert main(["predict", str(run.path), "x.png", "--coverage", "0.9"]) == 2
-    assert "has no prediction sets" in capsys.readouterr().err
+    assert "has no prediction sets" in command("predict", run.path, "x.png", "--coverage", "0.9", code=2)

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import completion
-from flatout.cli.main import main
+from tests.conftest import Command
 
 # Prints what a function of bash's completes for each line of words; `_` is the empty word.
 ASK = r"""
@@ -43,9 +43,8 @@ def test_bash_completes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_can_read_its_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_a_shell_can_read_its_script(shell: str, tmp_path: Path, command: Command) -> None:
+    script = command("completion", shell)
     assert "augment.flip=" in script
     if not shutil.which(shell):
         pytest.skip(f"needs {shell}")

@@ -58,6 +58,9 @@ def test_specs(spec: str, names: tuple[str, ...], host: Host) -> None:
     assert parsed.names == names
     assert parsed.is_accelerated == (names[0] != "cpu")
     assert parse_devices(str(parsed)) == parsed
+
+
+def test_ranks_that_share_gpus_are_counted() -> None:
     assert spec_of(["cuda:0"] * 2 + ["cuda:1"] * 2) == "4xcuda"
 
 

@@ -7,9 +7,7 @@ import tomllib
 import typing
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from flatout import config as recipe
 from flatout.analysis.throughput import split_specs
@@ -21,6 +19,7 @@ from flatout.config.jobs import builtin_jobs, load_job
 from flatout.config.settings import parse_setting
 from tests import tables
 from tests.system.conftest import leave_out_pictures
+from tests.system.run_files import write_class_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -100,12 +99,9 @@ def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("flatout.train.budget.REPORT_SECONDS", 0.0)
     leave_out_pictures(monkeypatch)
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    for name in ("my-photos", "new-photos"):
-        for label, level in (("dark", 40), ("bright", 200)):
-            (tmp_path / name / label).mkdir(parents=True)
-            for i in range(100 if name == "my-photos" else 5):  # a coverage of 95 % needs 19 validation images
-                noise = np.random.default_rng([level, i]).integers(-20, 20, (36, 36, 3))
-                Image.fromarray((level + noise).astype(np.uint8)).save(tmp_path / name / label / f"{i}.png")
+    # A coverage of 95 % needs 19 validation images.
+    write_class_folders(tmp_path / "my-photos", per_class=100, size=36)
+    write_class_folders(tmp_path / "new-photos", per_class=5, size=36)
     shown = [shlex.split(command, comments=True) for command in commands_in(ROOT / "README.md")]
     named = [words for words in shown if {"my-photos/", "runs/first"} & set(words)]
     # Finding wrong labels trains several times, publishing needs a hub: they have slow tests of their own.

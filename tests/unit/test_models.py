@@ -65,8 +65,15 @@ def other_shape(name: str, size: tuple[int, int], channels: int) -> nn.Module:
     return build_model(recipe.override({"image_size": size}), 3).eval()
 
 
-@pytest.mark.parametrize("name", [*NETS, "timm:resnet10t", "timm:vit_tiny_patch16_224"])
-@pytest.mark.parametrize(("size", "channels"), [((32, 64), 5), ((64, 32), 2)])
+SHAPES = [((32, 64), 5), ((64, 32), 2)]
+NAMES = [*NETS, "timm:resnet10t", "timm:vit_tiny_patch16_224"]
+# The largest are built of the blocks of keras-resnet50.
+LARGEST = ("keras-resnet101", "keras-resnet152")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "channels"), [(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name in LARGEST else 2]]
+)
 def test_images_may_have_any_shape_and_number_of_channels(name: str, size: tuple[int, int], channels: int):
     with torch.no_grad():
         assert other_shape(name, size, channels)(torch.rand(2, channels, *size)).shape == (2, 3)
@@ -275,23 +282,10 @@ def test_a_final_sigmoid_is_undone():
 # --- fast-cnn ---
 
 
-@pytest.mark.parametrize(
-    ("size", "inner", "channels"), [(4, 3, 1), (8, 7, 5), (28, 27, 1), (48, 47, 3), (64, 32, 3), (224, 28, 3)]
-)
-def test_fast_cnns_whiten_patches_and_cut_large_images_into_them(size: int, inner: int, channels: int):
-    """The basis is orthonormal, so no pixel is lost; the patches of smooth images become nearly uncorrelated."""
-    net: Any = build("fast-cnn-16", num_classes=7, image_size=size, channels=channels, seed=1).train()
-    torch.manual_seed(1)
-    smooth = functional.avg_pool2d(torch.rand(32, channels, size + 8, size + 8), 9, stride=1)
-    assert net.stem(smooth).shape[2:] == (inner, inner)
-    assert net(smooth).shape == (32, 7)
-    basis = net.stem.basis.flatten(1)
-    assert torch.allclose(basis @ basis.T, torch.eye(len(basis)), atol=1e-5)
-    if channels == 3:
-        patches = functional.conv2d(smooth, net.stem.basis, stride=net.stem.stride)
-        whitened = net.stem.norm(torch.cat([patches, -patches], dim=1))[:, : len(basis)]
-        correlations = torch.corrcoef(whitened.movedim(1, 0).flatten(1))
-        assert (correlations - torch.eye(len(basis))).abs().max() < 0.5
+@pytest.mark.parametrize(("size", "channels"), [(4, 1), (8, 5), (28, 1), (48, 3), (64, 3), (224, 3)])
+def test_fast_cnns_take_images_of_any_size(size: int, channels: int):
+    net = build("fast-cnn-16", num_classes=7, image_size=size, channels=channels, seed=1)
+    assert net(torch.rand(2, channels, size, size)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("background", ["dark", "bright"])

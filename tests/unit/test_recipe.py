@@ -9,7 +9,6 @@ from flatout.config import Recipe, from_dict, known_keys, load_recipe
 from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
 from flatout.train.progress import Progress
-from flatout.train.recipes import start_of
 from flatout.train.run_dir import Checkpoint
 from flatout.utils.errors import InputError
 
@@ -108,8 +107,6 @@ def test_missing_keys_and_files(tmp_path) -> None:
     path.write_text("epochs = [", encoding="utf-8")
     with pytest.raises(InputError, match=r"r\.toml: cannot be read as a recipe"):
         load_recipe(path)
-    with pytest.raises(InputError, match="did you mean 'digits'"):
-        start_of("digts", {})
 
 
 def test_another_optimizer_resets_its_section_but_for_the_rate() -> None:

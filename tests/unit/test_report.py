@@ -13,10 +13,10 @@ import matplotlib
 import numpy as np
 import pytest
 
-from flatout.cli.main import main
-from flatout.report import pictures
 from flatout.report.page import draw_all
 from flatout.utils.errors import InputError
+from tests.conftest import Command
+from tests.system.conftest import draw_small_pictures
 from tests.unit.runs import RECIPE, epoch_line, summary_of, write_run
 
 HOSTILE = [
@@ -31,8 +31,7 @@ HOSTILE = [
 @pytest.fixture
 def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
-    for name in ("draw_curves", "draw_predictions", "draw_answers"):
-        monkeypatch.setattr(pictures, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
+    draw_small_pictures(monkeypatch)
 
 
 class Page:
@@ -191,11 +190,10 @@ def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path
     ],
 )
 @pytest.mark.usefixtures("page_alone")
-def test_a_wrong_value_is_named(tmp_path: Path, capsys: Any, key: str, value: Any, problem: str):
+def test_a_wrong_value_is_named(tmp_path: Path, command: Command, key: str, value: Any, problem: str):
     run = write_run(tmp_path / "run", ["cat", "dog"], **{key: value})
-    assert main(["report", str(run)]) == 2
-    fix = f"restore the file, or remove {key} from it"
-    assert re.fullmatch(rf"flatout: .*summary\.json: {key} {problem}: {fix}\n", capsys.readouterr().err)
+    fix, said = f"restore the file, or remove {key} from it", command("report", run, code=2)
+    assert re.fullmatch(rf"flatout: .*summary\.json: {key} {problem}: {fix}\n", said)
 
 
 @pytest.mark.usefixtures("page_alone")

@@ -1,6 +1,5 @@
 """Weights in and out of models and files: what loads, what is reported, what is refused, and that damage is noticed."""
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from flatout.config import Recipe
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import read_weights, save_tensors
 from flatout.utils.errors import DiskFull, InputError
+from tests.data.packs import files_limited_to
 from tests.nets import build
 
 METADATA = {"model": "fashion-cnn", "classes": '["cat", "dog"]', "image_size": "28", "channels": "1"}
@@ -33,9 +33,7 @@ def load(model: nn.Module, weights: Path | str, *, name: str = "fashion-cnn", si
 
 
 def assert_equal_state(a: nn.Module, b: nn.Module) -> None:
-    other = b.state_dict()
-    assert a.state_dict().keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
 
 
 def assert_small(model: nn.Module, layer: str) -> None:
@@ -97,13 +95,8 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp
     path = tmp_path / "w.safetensors"
     save_tensors(path, make(seed=1).state_dict(), {})
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the file system's own answer to a write too many
-    try:
-        with pytest.raises(DiskFull, match=r"w\.safetensors: cannot be written"):
-            save_tensors(path, make(seed=2).state_dict(), {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_limited_to(20_000), pytest.raises(DiskFull, match=r"w\.safetensors: cannot be written"):
+        save_tensors(path, make(seed=2).state_dict(), {})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
     with pytest.raises(InputError, match="gone"):
