@@ -170,6 +170,7 @@ def test_planted_defects_are_caught(quick: dict[str, Any]) -> None:
     found = quick["planted"]
     check_recorded(found["none"])
     for defect, reason in {
+        "item": "called a synchronizing CUDA operation",
         "pageable copy": "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
         "allocation": "",  # which call notices it depends on torch
         "event": "dependency created on uncaptured work in another stream",
