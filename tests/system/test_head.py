@@ -206,11 +206,16 @@ def test_validation_images_correct_the_head_of_a_fine_tuned_network(tmp_path: Pa
     assert evaluated["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-4)
 
 
-def test_the_images_that_a_fold_holds_out_correct_nothing(tmp_path: Path) -> None:
-    run = flatout.fit(
-        small_net(), grey_levels(120), folds=2, out=tmp_path / "run", devices="cpu", quiet=True, **FINE_TUNED
-    )
-    assert not any("corrected" in note for note in summary(run.path / "fold-1")["notes"])
+@pytest.mark.parametrize("held_out", ["a fold", "one image"])
+def test_without_images_for_it_the_head_is_not_corrected(held_out: str, tmp_path: Path) -> None:
+    images, labels = grey_levels(120)
+    data: Any = {"train": (images[1:], labels[1:]), "valid": (images[:1], labels[:1])}
+    if held_out == "a fold":
+        data = images, labels
+    folds = 2 * (held_out == "a fold")
+    run = flatout.fit(small_net(), data, folds=folds, out=tmp_path / "run", devices="cpu", quiet=True, **FINE_TUNED)
+    figures = summary(run.path / "fold-1") if folds else run.summary
+    assert not any("corrected" in note for note in figures["notes"])
 
 
 def test_a_network_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -438,10 +438,10 @@ def fit_to_features(
 
 
 def refit_to_validation(context: TrainContext) -> HeadStage | None:
-    """Correct the head of a fine-tuned network, and load it; None without validation images or cached layers.
+    """Correct the head of a fine-tuned network, and load it; None without cached layers or validation images to divide.
 
     The correction is fitted to the features of the validation images, which the network has not been trained on. On
-    Caltech 101, it leaves 0.9 of the errors. All ranks call this.
+    Caltech 101, it leaves 0.94 of the errors and 0.92 of the loss. All ranks call this.
     """
     stage, engine, recipe, world = context.stage, context.engine, context.recipe, context.world
     if stage is None or "valid" not in stage.placed or recipe.data.fold:
@@ -469,6 +469,9 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
         )
 
     fitted = world.from_main(fit)
+    if np.isnan(fitted.out_of_fold).all():
+        # There are too few images to divide, so nothing says whether the correction helps.
+        return None
     refitted = replace(
         stage, fitted=fitted, fitted_splits=("valid",), features={"valid": features}, labels={"valid": split.labels}
     )
