@@ -113,7 +113,7 @@ def test_without_a_cache_or_room(tmp_path: Path, cache: Path, monkeypatch: pytes
         recognise(path).read()
 
 
-def test_messages_name_the_archive(tmp_path: Path, command: Command):
+def test_messages_name_the_archive_and_no_file_of_the_cache(tmp_path: Path, cache: Path, command: Command):
     folder = c.class_folders(tmp_path / "inside")
     (folder / "train" / "cat" / "0.png").write_bytes(b"no image")
     (folder / "train" / "empty").mkdir()
@@ -121,8 +121,9 @@ def test_messages_name_the_archive(tmp_path: Path, command: Command):
     path = c.in_zip(zipfile.ZIP_DEFLATED, lambda _: tmp_path / "inside")(tmp_path)
     shown = command("check", path)
     assert "class folders in an archive: train 6 images of 2 classes, test 4" in shown
-    assert "set.zip/inside/photos/train/cat/0.png: is not an image" in shown
+    assert "  inside/photos/train/cat/0.png: is not an image" in shown
     assert f"no images: empty in {path}/inside/photos/train" in shown
+    assert str(cache) not in shown
 
 
 def test_options_are_part_of_the_key_and_readers_can_be_sent_to_other_processes(tmp_path: Path, cache: Path):

@@ -176,7 +176,7 @@ def test_default_folders_differ_also_within_a_second(
 ) -> None:
     clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 1))})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.train.run_dir.datetime", clock)
+    monkeypatch.setattr("flatout.utils.files.datetime", clock)
     arguments = [a for a in command(data, tmp_path, "--epochs", "1") if a not in ("--out", str(tmp_path))]
     assert [main(arguments) for _ in range(2)] == [0, 0]
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
