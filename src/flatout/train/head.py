@@ -476,8 +476,11 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
         stage, fitted=fitted, fitted_splits=("valid",), features={"valid": features}, labels={"valid": split.labels}
     )
     refitted.give(engine)
+    name = stage.task.metric_names[0]
+    value = refitted.evaluation("valid", stage.task).metrics[name]
     context.log.note(
-        f"head corrected by the features of the {len(split):,} validation images (regularisation {fitted.strength:g})"
+        f"head corrected by the features of {len(split):,} validation images (regularisation {fitted.strength:g}); "
+        f"validation {name.replace('_', ' ')} {value:.4f} by cross-validation"
     )
     return refitted
 
