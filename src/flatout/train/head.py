@@ -135,10 +135,10 @@ class _Problem:
         self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
-        zeros = np.zeros((num_outputs, rows.shape[1]), np.float32), np.zeros(num_outputs, np.float32)
-        self._base = base or zeros
-        weight, bias = map(torch.from_numpy, self._base)
-        self._base_logits = rows @ weight.T + bias  # [V * N, K]
+        self._base, self._base_logits = base, torch.zeros(len(rows), 1)  # [V * N, 1], or K with a base
+        if base:
+            weight, bias = map(torch.from_numpy, base)
+            self._base_logits = rows @ weight.T + bias
         targets = torch.from_numpy(task.targets(labels))
         self._targets = torch.cat([targets] * self.views)
         weights = task.sample_weights(labels, class_weights)
@@ -191,7 +191,8 @@ class _Problem:
         """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         bias = head[-1] - weight @ self._mean
-        return self._base[0] + weight.numpy(), self._base[1] + bias.numpy()
+        base_weight, base_bias = self._base or (0.0, 0.0)
+        return base_weight + weight.numpy(), base_bias + bias.numpy()
 
     def loss(self, logits: np.ndarray, images: np.ndarray) -> float:
         """Return the mean loss of logits at their best temperature."""
