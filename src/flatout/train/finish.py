@@ -84,7 +84,7 @@ def _evaluate(context: TrainContext, progress: Progress, evaluations: dict[str, 
         log.note(f"test-time augmentation: evaluated on {views} views of each image")
     if is_calibrated:
         known = head.known if head else _known_features(context)
-    head = head or (refit_to_validation(context) if context.datasets else None)
+    head = head or refit_to_validation(context)
     for name in [name for name in context.splits if name != "train"]:
         if head and name in head.features:
             evaluations[name] = head.evaluation(name, context.engine.task, with_logits=is_calibrated, known=known)

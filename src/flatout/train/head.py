@@ -49,9 +49,8 @@ FOLD_ITERATIONS, LAST_ITERATIONS = 7, 30
 # Principal components with less than this share of the largest variance are dropped.
 SMALLEST_VARIANCE = 1e-6
 
-
 # Weight, float32 [K, F], and bias, float32 [K].
-Linear: TypeAlias = tuple[np.ndarray, np.ndarray]
+WeightAndBias: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +76,7 @@ def fit_head(
     seed: int = 1,
     strength: float | None = None,
     temperature: float = 1.0,
-    base: Linear | None = None,
+    base: WeightAndBias | None = None,
 ) -> FittedHead:
     """Fit a head to features [N, F] of the images and perhaps of mirrored ones, by the loss without label smoothing.
 
@@ -122,7 +121,7 @@ class _Problem:
         class_weights: np.ndarray | None,
         *,
         has_bias: bool,
-        base: Linear | None,
+        base: WeightAndBias | None,
     ) -> None:
         self.task, self.labels, self.outputs = task, labels, num_outputs
         views = [torch.from_numpy(np.asarray(view, np.float32)) for view in views_VNF]
@@ -338,9 +337,7 @@ class HeadStage:
         """Return a sentence for the log."""
         count = sum(len(self.labels[name]) for name in self.fitted_splits)
         views = " and their mirror images" if len(self.features["train"]) > 1 else ""
-        name = self.task.metric_names[0]
-        value = self.record.of("valid").get(name)
-        worth = "" if value is None else f"; validation {name.replace('_', ' ')} {value:.4f} by cross-validation"
+        worth = _validated(self.task, self.record.of("valid"))
         return (
             f"head fitted to the features of {count:,} images{views} (regularisation {self.fitted.strength:g}){worth}: "
             f"{self.record.images_per_second:,.0f} images/s, features {self.seconds['features']:.1f} s, "
@@ -477,13 +474,16 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
         stage, fitted=fitted, fitted_splits=("valid",), features={"valid": features}, labels={"valid": split.labels}
     )
     refitted.give(engine)
-    name = stage.task.metric_names[0]
-    value = refitted.evaluation("valid", stage.task).metrics[name]
-    context.log.note(
-        f"head corrected by the features of {len(split):,} validation images (regularisation {fitted.strength:g}); "
-        f"validation {name.replace('_', ' ')} {value:.4f} by cross-validation"
-    )
+    worth = _validated(stage.task, refitted.evaluation("valid", stage.task).metrics)
+    images = f"the features of {len(split):,} validation images"
+    context.log.note(f"head corrected by {images} (regularisation {fitted.strength:g}){worth}")
     return refitted
+
+
+def _validated(task: Task, metrics: Mapping[str, float]) -> str:
+    """Return the end of a sentence about a head, with its validation metric; "" without one."""
+    name = task.metric_names[0]
+    return f"; validation {name.replace('_', ' ')} {metrics[name]:.4f} by cross-validation" if name in metrics else ""
 
 
 def _mirrored_views(recipe: Recipe) -> list[bool]:
