@@ -26,15 +26,12 @@ docs: .venv/installed-dev
 	$(BIN)/python .ci/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.venv/installed: pyproject.toml
+.venv/installed-dev: EXTRA = [dev]
+.venv/installed .venv/installed-dev: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
-	touch $@
-
-.venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.$(EXTRA)'
+	touch .venv/installed $@
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check --fix .
