@@ -20,9 +20,11 @@ _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.M | re.S)
 # Progress within an epoch appears as time passes.
 _PROGRESS = re.compile(r"^(epoch \d+/\d+ loss|.*\d+ of [\d,]+ images trained$).*\n?", re.M)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
-# Times and rates depend on the machine; so do losses, and which epoch is the best one so far.
+# Times and rates depend on the machine; so do losses, which epoch is the best one so far, and the few images on which
+# two runs differ.
 _OF_THE_MACHINE = re.compile(
-    rf"(?<=loss ){_NUMBER.pattern}|(?<!\w){_NUMBER.pattern}(?= (?:images/s|s|ms|min|MB|per second)\b)|  best so far"
+    rf"(?<=loss ){_NUMBER.pattern}|(?<= is right on ){_NUMBER.pattern}|  best so far"
+    rf"|(?<!\w){_NUMBER.pattern}(?= (?:images/s|s|ms|min|MB|per second)\b)"
 )
 
 
