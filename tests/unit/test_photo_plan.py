@@ -18,7 +18,7 @@ SMALL, LARGE = BACKBONES[0], BACKBONES[2]
 
 
 @pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_machine_of_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(photo_plan, "physical_cores", lambda: 2)
     # The machine of the tests may be busy.
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
