@@ -26,6 +26,7 @@ docs: .venv/installed-dev
 	$(BIN)/python .ci/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+.venv/installed: EXTRA =
 .venv/installed-dev: EXTRA = [dev]
 .venv/installed .venv/installed-dev: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
