@@ -87,7 +87,8 @@ def plain_loop(
                     logits = torch.func.functional_call(net, own, (x[chosen],)).float()
                     losses = _losses(logits, y, chosen, rows, samples, recipe)
                     share = (losses * sample_weights[chosen]).sum()
-                    (share / total).backward()
+                    if total:
+                        (share / total).backward()
                     loss_sum += float(share.detach())
             weight_sum += float(total)
             if recipe.clip_norm:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.data.batches import epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
@@ -41,6 +42,21 @@ def test_equals_a_plain_loop_with_class_weights(engine: str) -> None:
     expected = plain_loop(small_net(), samples, recipe, class_weights=torch.tensor(weights)).state
     class_weights = np.array(weights, np.float32)
     assert_close(engine_weights(small_net(), samples, recipe, engine, class_weights=class_weights), expected)
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+def test_classes_of_weight_0_train_nothing_and_are_counted(engine: str) -> None:
+    """Also where they fill a batch, and the batch norm sees them: they are not padding."""
+    samples, recipe, weights = make_samples(), make_recipe(batch_size=4), [1.0, 0.0, 0.0, 0.0, 0.0]
+    batches = list(epoch_batches(recipe, samples, 0))
+    assert any(samples.labels[batch.samples].all() for batch in batches)
+    expected = plain_loop(norm_net(), samples, recipe, class_weights=torch.tensor(weights))
+    made = make_engine(engine, norm_net(), recipe, class_weights=np.array(weights, np.float32))
+    train(made, recipe, samples, progress=(progress := Progress()))
+    assert [record.images for record in progress.history] == [len(samples)] * recipe.epochs
+    assert_close(
+        {k.removeprefix("model."): v for k, v in made.state().items() if k.startswith("model.")}, expected.state
+    )
 
 
 @pytest.mark.parametrize("changes", [{"data.placement": "disk"}, {"norm": "per-device", "micro_batch": 8}])

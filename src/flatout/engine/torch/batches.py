@@ -41,7 +41,7 @@ class DeviceBatch(_Share):
 
     samples: torch.Tensor  # int64 [B], positions in the split
     weights: torch.Tensor  # float32 [B], 0 for padding, else the weight of the sample in the loss
-    total_weight: torch.Tensor  # float32 [1], the sum of the weights of all ranks, by which the loss is divided
+    total_weight: torch.Tensor  # float32 [1], over 0: the weights of all ranks together, by which the loss is divided
     partners: torch.Tensor | None = None  # int64 [B], the samples that these are mixed with
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":

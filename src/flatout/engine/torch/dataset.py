@@ -159,13 +159,17 @@ class TorchDataset:
         def weights_of(batch: Batch) -> np.ndarray:
             return batch.weights if classes is None else batch.weights * classes[batch.samples]
 
+        def total_weight(batch: Batch) -> np.ndarray:
+            # All samples may be of classes that weigh nothing; 0 / 0 would make the gradient NaN.
+            return np.maximum(weights_of(batch).sum(keepdims=True), np.finfo(np.float32).tiny)
+
         while chunk := list(islice(batches, TABLE_STEPS)):
             shares = [batch.part(world.rank, world.size) for batch in chunk] if is_training else chunk
             samples = np.stack([share.samples for share in shares])
             columns = {
                 "samples": samples,
                 "weights": np.stack([weights_of(share) for share in shares]),
-                "total_weight": np.stack([weights_of(batch).sum(keepdims=True) for batch in chunk]),
+                "total_weight": np.stack([total_weight(batch) for batch in chunk]),
             }
             if is_training and self.source.partners is not None:
                 columns["partners"] = self.source.partners[samples].astype(np.int64)

@@ -336,9 +336,8 @@ class TorchEngine:
             losses = self.losses.of_batch(logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
-        real = inputs.weights > 0
-        metrics = self.task.step_metrics(logits.detach(), targets).where(real, 0)
-        return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
+        metrics, count = self.task.step_metrics(logits.detach(), targets), inputs.batch.count
+        return torch.stack([loss_sum.detach(), weights.sum(), metrics[:count].sum(), weights.new_full((), count)])
 
     def _clip_gradients(self) -> None:
         parameters = list(self.parameters.values())

@@ -89,7 +89,7 @@ def read_batches(
     return batches, DeviceBatch(
         images=images,
         targets=own_targets,
-        weights=(weights if sample_weights is None else weights * sample_weights[rows]).astype(np.float32),
+        weights=np.where(weights > 0, 1 if sample_weights is None else sample_weights[rows], -1).astype(np.float32),
         transforms=own_transforms,
         partners=at(transforms["partner"][rows]) if transforms and "partner" in transforms else None,
     )

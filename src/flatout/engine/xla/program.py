@@ -62,7 +62,7 @@ class DeviceBatch(NamedTuple):
 
     images: Array  # uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices
     targets: Array  # see `Task.targets`; integers as int32
-    weights: Array  # float32 [B]; 0 for padding, else the weight of the sample in the loss
+    weights: Array  # float32 [B]; -1 for padding, else the weight of the sample in the loss
     transforms: Any = None  # the batch's rows of the augmentation tables, unless nothing is random
     partners: Any = None  # images, targets and transforms of the samples that these are mixed with
     learning_rate: Any = None  # float32 []
@@ -154,7 +154,7 @@ class Program:
 
     def train_step(self, state: State, inputs: DeviceBatch, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Return the state after one batch, and sums of losses, weights, the task's metric and samples, float32 [4]."""
-        real = (inputs.weights > 0).astype(jnp.float32)
+        real, weights = (inputs.weights >= 0).astype(jnp.float32), jnp.maximum(inputs.weights, 0)
         x = self._input(inputs.images, inputs.transforms, table, is_training=True)
         if inputs.partners is not None:
             images, partner_targets, transforms = inputs.partners
@@ -162,8 +162,8 @@ class Program:
             x = mix(x, partners, inputs.transforms["mix"])
         network = self._network(x.shape, is_training=True)
         results = functools.partial(self._results, class_weights=self._class_weights)
-        # Avoids the gradient of 0 / 0 in a batch that is only padding.
-        total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
+        # Avoids the gradient of 0 / 0 in a batch of padding and of classes that weigh nothing.
+        total = jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)
 
         def objective(trained: Arrays) -> tuple[jax.Array, Any]:
             logits, buffers = network(
@@ -179,9 +179,9 @@ class Program:
                 losses = self._task.mixed(
                     lambda targets: results(logits, targets)[0], inputs.targets, partner_targets, share
                 )
-            loss_sum = (losses * inputs.weights).sum()
+            loss_sum = (losses * weights).sum()
             metric_sum = jnp.where(real > 0, metrics, 0).sum()
-            return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), metric_sum, real.sum()]))
+            return loss_sum / total, (buffers, jnp.stack([loss_sum, weights.sum(), metric_sum, real.sum()]))
 
         gradients, (buffers, sums) = jax.grad(objective, has_aux=True)(state.trained)
         if limit := self._recipe.clip_norm:
@@ -224,7 +224,7 @@ class Program:
     def _evaluated(self, inputs: DeviceBatch, logits: jax.Array, features: jax.Array | None) -> Evaluated:
         losses, _, predicted, probabilities = self._results(logits, inputs.targets)
         # NaN predictions for padding must not reach the sums.
-        loss_sum = jnp.where(inputs.weights > 0, losses, 0).sum()
+        loss_sum = jnp.where(inputs.weights >= 0, losses, 0).sum()
         return Evaluated(loss_sum, predicted, probabilities, logits.astype(jnp.float32), features)
 
     def prefix(self, state: State, inputs: DeviceBatch, table: None = None) -> jax.Array:
