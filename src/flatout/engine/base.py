@@ -83,7 +83,7 @@ class DeviceDataset(Protocol):
     samples: Split
 
     def compile(self) -> None:
-        """Compile the training step, before the training time is measured."""
+        """Compile the step with XLA, or cache the output of frozen layers, before the training time is measured."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the augmentation of an epoch, counted from 0."""

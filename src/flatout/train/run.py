@@ -304,7 +304,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
 
 
 def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, DeviceDataset]:
-    """Return the splits on the devices, with compiled steps."""
+    """Return the splits on the devices, ready for the first step."""
     datasets = context.stage.placed if context.stage else {}
     if not datasets:
         names = ["train"] if only_train else [*context.splits]
