@@ -69,8 +69,9 @@ def _lite(number: int, parameters: int, operations: int, top1: float, image_size
     return Backbone(name, parameters, operations, top1, image_size, mean, std, package)
 
 
-# From small to large, each more accurate than those before it; those of packages after the others. All are licensed
-# under Apache 2.0 (many weights of similar accuracy are for research only). ConvNeXts of their sizes are slower on CPUs and GPUs, or less accurate.
+# From small to large, each more accurate than those before it; then those of packages. All are licensed under Apache
+# 2.0; many weights of similar accuracy are for research only. ConvNeXts of their sizes are slower on CPUs and GPUs, or
+# less accurate.
 # Sources of accuracies: timm's table of results on ImageNet, and "FP32 accuracy" of EfficientNet-Lite's authors:
 # https://github.com/huggingface/pytorch-image-models/blob/7479d451a6dfd8af27f941b8e82a7402461fae80/results/results-imagenet.csv
 # https://github.com/tensorflow/tpu/blob/07e173cc1597883918f5d1229b771b96f1c4c211/models/official/efficientnet/lite/README.md
