@@ -13,7 +13,6 @@ from flatout.cli.main import main
 from flatout.config import load_recipe
 from flatout.engine import factory
 from flatout.engine.schedule import learning_rate
-from flatout.engine.torch import measure
 from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
 from tests.system.run_files import metrics, summary
 
@@ -61,7 +60,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(factory, "physical_cores", lambda: 2)
     monkeypatch.setattr(factory, "usable_cores", lambda: 2)
-    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, *, ranks=1: speeds[ranks])
+    monkeypatch.setattr(factory, "seconds_per_image", lambda model, recipe, *, ranks=1: speeds[ranks])
     return speeds
 
 

@@ -174,7 +174,7 @@ def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """A host of four cores; what is measured there: seconds per image by number of ranks."""
     host(cores=4)
     seconds = dict[int, float]()
-    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, device="cpu", *, ranks=1: seconds[ranks])
+    monkeypatch.setattr(factory, "seconds_per_image", lambda model, recipe, device="cpu", *, ranks=1: seconds[ranks])
     return seconds
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import scipy
 
 from flatout.config import Data
 from flatout.data.batches import CHUNK_BYTES, Split
@@ -146,13 +147,10 @@ def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
     """Merge groups, int64 [N], that contain copies of the same image."""
     if copies is None or len(np.unique(copies)) == len(copies):
         return groups
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     total = int(groups.max()) + 1
     size = total + int(copies.max()) + 1
-    edges = coo_array((np.ones(len(groups)), (groups, total + copies)), shape=(size, size))
-    return connected_components(edges, directed=False)[1][groups].astype(np.int64)
+    edges = scipy.sparse.coo_array((np.ones(len(groups)), (groups, total + copies)), shape=(size, size))
+    return scipy.sparse.csgraph.connected_components(edges, directed=False)[1][groups].astype(np.int64)
 
 
 def _strata(labels: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ NumPy computes the tables in float64, so that every engine applies the same numb
 from typing import TYPE_CHECKING
 
 import numpy as np
+import scipy
 
 from flatout.config import Augment, Recipe
 from flatout.engine import pixels
@@ -223,12 +224,10 @@ def mixtures(augment: Augment, draws: np.ndarray) -> np.ndarray:
 
     The shares of mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) are Beta distributed.
     """
-    from scipy.special import betaincinv
-
     rows = np.zeros((len(draws), 6))
     is_cut = (draws[:, 3] < (0.5 if augment.mixup else 1.0)) & (augment.cutmix > 0)
     alpha = np.where(is_cut, augment.cutmix or 1.0, augment.mixup or 1.0)
-    share = betaincinv(alpha, alpha, draws[:, 0])
+    share = scipy.special.betaincinv(alpha, alpha, draws[:, 0])
     side = np.sqrt(share)
     rows[:, 0] = np.where(is_cut, 0.0, share)
     rows[:, 1:5] = np.where(is_cut[:, None], _boxes(side, side, draws[:, 1:3]), 0.0)

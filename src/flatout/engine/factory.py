@@ -4,24 +4,27 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
 
 from flatout.config import Recipe
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
 from flatout.distributed.launch import launch
+from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, cpu_threads, parse_devices
+from flatout.engine.torch.accelerator import accelerator_of, multiply_adds
+from flatout.engine.torch.engine import TorchEngine
+from flatout.engine.torch.measure import features_per_second, seconds_per_image
+from flatout.models.build import build_model
+from flatout.models.heads import Head
+from flatout.tasks import Task
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, usable_cores
-
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import nn
-
-    from flatout.distributed.world import World
-    from flatout.models.heads import Head
-    from flatout.tasks import Task
 
 # Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
 LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
@@ -44,7 +47,7 @@ def choose_processes(
     spec: str,
     recipe: Recipe,
     images: int,
-    build: "Callable[[], nn.Module]",
+    build: Callable[[], nn.Module],
     engine: str = "torch",
     *,
     seconds: float | None = None,
@@ -58,8 +61,6 @@ def choose_processes(
     devices = parse_devices(spec, engine)
     count, reason = len(devices.indices), ""
     if engine == "xla":
-        import torch
-
         if spec == "auto" and devices.kind == "cpu" and torch.cuda.device_count():
             reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
         return devices, reason
@@ -72,8 +73,6 @@ def choose_processes(
     if devices.kind == "cuda" and count > 1:
         why = f", which the batch of {batch} fills" if most < count else ""
         if seconds is None:
-            from flatout.engine.torch.accelerator import multiply_adds
-
             operations = 6 * multiply_adds(build(), recipe.image_sides, recipe.channels) * work
             needed = max(operations / GPU_OPERATIONS, work / recipe.batch_size * GPU_STEP_SECONDS)
             if needed < GPU_LAUNCH_SECONDS:
@@ -89,10 +88,8 @@ def choose_processes(
     return _threads_or_processes(build(), recipe, work, seconds)
 
 
-def _threads_or_processes(model: "nn.Module", recipe: Recipe, work: int, seconds: float | None) -> tuple[Devices, str]:
+def _threads_or_processes(model: nn.Module, recipe: Recipe, work: int, seconds: float | None) -> tuple[Devices, str]:
     """Choose for `work` images on a CPU, or for `seconds`."""
-    from flatout.engine.torch.measure import seconds_per_image
-
     cores = physical_cores()
     by_threads = by_processes = seconds_per_image(model, recipe) * work
     # A job shorter than the start of processes needs no second measurement.
@@ -145,9 +142,6 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
     def training(recipe: Recipe, classes: int) -> float:
-        from flatout.engine.torch.measure import seconds_per_image
-        from flatout.models.build import build_model
-
         most = _most_ranks(devices, recipe.batch_size)
         model = build_model(recipe, classes)
         choices = chosen or ([1, most] if devices.kind == "cpu" and most > 1 else [most])
@@ -156,8 +150,6 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
         return rates[chosen[0]]
 
     def features(recipe: Recipe) -> float:
-        from flatout.engine.torch.measure import features_per_second
-
         # The ranks of one CPU share its cores.
         several = 1 if devices.kind == "cpu" else _most_ranks(devices, recipe.batch_size)
         return several * features_per_second(recipe, devices.names[0])
@@ -209,12 +201,8 @@ def _join_and_call(
     return result
 
 
-def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
+def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> World:
     """Return the world of the ranks that a launcher has started, or of this process alone."""
-    import torch
-
-    from flatout.distributed.world import World
-
     found = launched()
     if found is None or found.size == 1:
         return World(device=torch.device("cpu" if engine == "xla" else parse_devices(spec).names[0]))
@@ -243,24 +231,22 @@ def local_devices(spec: str, local_size: int) -> list[str]:
     return list(islice(cycle(devices.names), local_size))
 
 
-def precisions(engine: str, world: "World") -> list[str]:
+def precisions(engine: str, world: World) -> list[str]:
     """Return the number formats of a rank's device, the default first; the XLA engine chooses by itself."""
-    from flatout.engine.torch.accelerator import accelerator_of
-
     return accelerator_of(world.device).precisions() if engine == "torch" else []
 
 
 def make_engine(
-    model: "nn.Module",
+    model: nn.Module,
     recipe: Recipe,
     *,
     engine: str,
     devices: str,
-    world: "World",
-    task: "Task | None" = None,
-    class_weights: "np.ndarray | None" = None,
+    world: World,
+    task: Task | None = None,
+    class_weights: np.ndarray | None = None,
     report: Callable[[str], None],
-    head: "Head | None" = None,
+    head: Head | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine that trains `model`, with rank 0's initial weights, on the devices of all ranks.
@@ -276,8 +262,6 @@ def make_engine(
         "world": world, "task": task, "class_weights": class_weights, "report": report, "head": head
     }  # fmt: skip
     if engine == "torch":
-        from flatout.engine.torch.engine import TorchEngine
-
         return TorchEngine(model, recipe, **common, **options)
     from flatout.engine.xla.devices import find
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 import torch
 
 from flatout.engine.base import Evaluation
@@ -53,9 +54,7 @@ def both_logits(logits: np.ndarray) -> np.ndarray:
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the logarithms of the probabilities, float64 [N, K]."""
-    from scipy import special
-
-    return special.log_softmax(both_logits(logits), axis=1)
+    return scipy.special.log_softmax(both_logits(logits), axis=1)
 
 
 # --- probabilities ----------------------------------------------------------------------------------------------------
@@ -68,8 +67,6 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     there is no such temperature: the likelihood grows as it falls to 0. Then a share 1 / (N + 2) of each target belongs
     to the other classes, as in Platt, Probabilistic Outputs for Support Vector Machines (1999).
     """
-    from scipy import optimize
-
     logits, rows = both_logits(logits), np.arange(len(labels))
     is_separable = (logits.argmax(axis=1) == labels).all()
     others = is_separable / (len(labels) + 2) / (logits.shape[1] - 1)
@@ -80,7 +77,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
         return float((right_N + others * (losses_NK.sum(axis=1) - logits.shape[1] * right_N)).mean())
 
     bounds = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
-    found: Any = optimize.minimize_scalar(loss, bounds=bounds, method="bounded")
+    found: Any = scipy.optimize.minimize_scalar(loss, bounds=bounds, method="bounded")
     return math.exp(found.x)
 
 
@@ -89,8 +86,6 @@ def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     Scale and biases have the least negative log-likelihood of the labels (Alexandari et al., arXiv 1901.06852).
     """
-    from scipy import optimize
-
     logits, rows = both_logits(logits), np.arange(len(labels))
     share_K = np.bincount(labels, minlength=logits.shape[1]) / len(labels)
 
@@ -103,7 +98,7 @@ def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     bounds = [(1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE), *[(-MAX_BIAS, MAX_BIAS)] * logits.shape[1]]
     start = np.array([1.0, *[0.0] * logits.shape[1]])
-    found: Any = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    found: Any = scipy.optimize.minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
     return np.exp(log_softmax(found.x[0] * logits + found.x[1:]))
 
 
@@ -133,15 +128,13 @@ def nonconformity(logits: np.ndarray) -> np.ndarray:
     The order is that of 1 - probability, the score of Sadinle et al. (arXiv 1609.00451), but probabilities near 1 do
     not become equal by rounding.
     """
-    from scipy import special
-
     logits = both_logits(logits)
     log_probabilities, rows, best = log_softmax(logits), np.arange(len(logits)), logits.argmax(axis=1)
     with np.errstate(divide="ignore"):
         found = np.log(-np.expm1(log_probabilities)) - log_probabilities
     others = logits.copy()
     others[rows, best] = -np.inf
-    found[rows, best] = special.logsumexp(others, axis=1) - logits[rows, best]
+    found[rows, best] = scipy.special.logsumexp(others, axis=1) - logits[rows, best]
     return found
 
 
@@ -263,11 +256,9 @@ class OODDetector:
 
 def _ood_parts(logits: np.ndarray, distances: np.ndarray | None) -> list[np.ndarray]:
     """Return the energy, and the distance if there is one, each [N]."""
-    from scipy import special
-
     # A single logit has no sign that means known.
     wide = both_logits(logits) if logits.shape[1] > 1 else np.abs(logits.astype(np.float64))
-    energy: np.ndarray = -np.asarray(special.logsumexp(wide, axis=1))
+    energy: np.ndarray = -np.asarray(scipy.special.logsumexp(wide, axis=1))
     return [energy] if distances is None else [energy, distances]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 
 from flatout.data.batches import Split
 from flatout.data.build import load
@@ -175,8 +176,6 @@ def compare(first: Path, second: Path) -> JsonObject:
     One class or several: McNemar's exact test of how many images only one run got right. Numbers: Wilcoxon's
     signed-rank test of the absolute errors.
     """
-    from scipy.stats import wilcoxon
-
     runs = (first, second)
     if first.resolve() == second.resolve():
         raise InputError(f"{first} and {second}: are the same run; name two")
@@ -193,7 +192,7 @@ def compare(first: Path, second: Path) -> JsonObject:
     if right[0] is None or right[1] is None:
         errors = [np.abs(one.predicted.astype(np.float64) - one.labels) for one in saved]
         fewer = [int((errors[i] < errors[1 - i]).sum()) for i in (0, 1)]
-        p_value = float(wilcoxon(*errors).pvalue) if sum(fewer) else 1.0  # pyright: ignore
+        p_value = float(scipy.stats.wilcoxon(*errors).pvalue) if sum(fewer) else 1.0  # pyright: ignore
         found |= {"test": "Wilcoxon", "metric": "mae", "values": [float(e.mean()) for e in errors]}
         found |= {"only_right": None, "smaller_errors": fewer}
     else:
@@ -206,10 +205,8 @@ def compare(first: Path, second: Path) -> JsonObject:
 
 def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, float]:
     """Return the numbers that only the first and only the second got right, and McNemar's exact p-value."""
-    from scipy.stats import binomtest
-
     first, second = int((is_right & ~is_right_too).sum()), int((~is_right & is_right_too).sum())
-    return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
+    return first, second, float(scipy.stats.binomtest(first, first + second).pvalue) if first + second else 1.0
 
 
 def _check_same(files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
+
 from flatout import __version__
 from flatout.config import load_recipe
 from flatout.models.hub import hub_transfers
@@ -56,13 +58,11 @@ def download_run(url: str) -> Path:
 
     If the hub does not answer, cached files are used.
     """
-    from huggingface_hub import snapshot_download
-
     repository, revision = parse_address(url)
     wanted = [pattern for name in _TO_READ for pattern in (name, f"{FOLD.format('*')}/{name}")]
     try:
         with hub_transfers():
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
+            folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         raise InputError(f"{url}: {_reason(error)}") from error
     if not (folder / RECIPE).is_file():
@@ -152,11 +152,9 @@ def _publish(
     folder: Path, files: list[str], url: str, repository: str, *, private: bool, overwrite: bool, console: Console
 ) -> dict[str, str]:
     """Upload the files of a folder; return `page` and `commit`."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-
-    api = HfApi(library_name="flatout")
+    api = huggingface_hub.HfApi(library_name="flatout")
     existing = _existing(api, repository)
-    page = f"{constants.ENDPOINT}/{repository}"
+    page = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     theirs: list[str] = []
     if existing is None:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -169,8 +167,10 @@ def _publish(
             raise InputError(f"{url}: exists and has files ({names}); give --overwrite, or choose another name")
     console.note(f"uploading {counted(len(files), 'file')} to {page}")
     # One commit: `upload_folder` may make several.
-    operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in files]
-    operations += [CommitOperationDelete(name) for name in theirs if _is_own(name) and name not in files]
+    operations: list[Any] = [huggingface_hub.CommitOperationAdd(name, str(folder / name)) for name in files]
+    operations += [
+        huggingface_hub.CommitOperationDelete(name) for name in theirs if _is_own(name) and name not in files
+    ]
     # The commit is refused if there has been another in the meantime.
     parent = None if existing is None else existing.sha
     commit = api.create_commit(repository, operations, commit_message="Upload a run with flatout", parent_commit=parent)
@@ -179,11 +179,9 @@ def _publish(
 
 def _existing(api: Any, repository: str) -> Any:
     """Return the repository with its files; None if none is visible to the token."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     try:
         return api.model_info(repository)
-    except RepositoryNotFoundError as error:
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
         # The answer to a wrong token is the same.
         if _status_of(error) == 401:
             raise
@@ -266,8 +264,6 @@ _MAX_ROWS = 100  # classes in the table
 
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
-    from huggingface_hub import ModelCard, ModelCardData
-
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
     result = "it has not been tested"
@@ -286,12 +282,12 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
     if model.startswith("python:"):
         load = f", model={model.removeprefix('python:')}()"
-    front_matter = ModelCardData(
+    front_matter = huggingface_hub.ModelCardData(
         library_name="flatout",
         pipeline_tag="image-classification" if run.task.name != "regression" else None,
         tags=["flatout", "pytorch", run.task.name, *(["timm"] if model.startswith("timm:") else ())],
     )
-    card = ModelCard.from_template(
+    card = huggingface_hub.ModelCard.from_template(
         front_matter,
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=_cell(repository.partition("/")[2]),

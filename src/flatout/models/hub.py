@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import huggingface_hub
+from huggingface_hub import constants, utils
+
 from flatout.data.cache import cache_folder
 from flatout.models.build import published_config
 from flatout.utils.errors import InputError, WeightsUnavailable, first_line
@@ -184,11 +187,10 @@ def _source(model_name: str) -> tuple[str, str]:
 
 def _places(repository: str, url: str) -> Iterator[Path]:
     """Yield the paths on this host where the weights may be, in the order of the search."""
-    from huggingface_hub import try_to_load_from_cache
     from torch import hub
 
     own = cache_folder() / "weights"
-    if repository and isinstance(cached := try_to_load_from_cache(repository, _HUB_FILE), str):
+    if repository and isinstance(cached := huggingface_hub.try_to_load_from_cache(repository, _HUB_FILE), str):
         yield Path(cached)
     if url:
         yield Path(hub.get_dir(), "checkpoints", Path(url).name)
@@ -221,8 +223,6 @@ def unreachable() -> str:
 
 
 def _hub() -> tuple[str, bool]:
-    from huggingface_hub import constants
-
     return constants.ENDPOINT, constants.HF_HUB_OFFLINE
 
 
@@ -280,30 +280,26 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
 
 def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     """Download weights into the Hugging Face cache. Of several processes, one does."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-
     # Asked once: hf_hub_download repeats an unanswered first request for minutes.
-    file = get_hf_file_metadata(hf_hub_url(repository, _HUB_FILE), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    url = huggingface_hub.hf_hub_url(repository, _HUB_FILE)
+    file = huggingface_hub.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     report(f"downloading {repository}, {_HUB_FILE}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
     with hub_transfers():
-        return Path(hf_hub_download(repository, _HUB_FILE))
+        return Path(huggingface_hub.hf_hub_download(repository, _HUB_FILE))
 
 
 @contextlib.contextmanager
 def hub_transfers() -> Iterator[None]:
     """Transfer by plain HTTP, which respects the timeouts (the Xet client has its own, of minutes); no bars in logs."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
     before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
-    if hides_bars := not (sys.stderr.isatty() or are_progress_bars_disabled()):
-        disable_progress_bars()
+    if hides_bars := not (sys.stderr.isatty() or utils.are_progress_bars_disabled()):
+        utils.disable_progress_bars()
     try:
         yield
     finally:
         constants.HF_HUB_DISABLE_XET = before
         if hides_bars:
-            enable_progress_bars()
+            utils.enable_progress_bars()
 
 
 def _from_url(url: str, report: Callable[[str], None]) -> Path:

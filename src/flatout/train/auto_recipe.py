@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from flatout.config.settings import Size, collapse_size, shown, sides
 from flatout.data.decode import ImageBytes, read_headers
 from flatout.data.pack import open_pack
 from flatout.data.source import DataSource, ImageDataset
-from flatout.engine.factory import Rate, Speeds
 from flatout.models import hub
 from flatout.models.build import default_shape, usable_size
 from flatout.models.hub import BACKBONES, Backbone
@@ -29,6 +28,9 @@ from flatout.models.weights import read_weights
 from flatout.train.photo_plan import fine_tuning_of, of_shape, plan_photos
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
+
+if TYPE_CHECKING:
+    from flatout.engine.factory import Rate, Speeds
 
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)
@@ -203,7 +205,7 @@ def generate_recipe(
     facts: DatasetStats,
     path: str,
     changes: Mapping[str, Any],
-    speeds: Speeds | None = None,
+    speeds: "Speeds | None" = None,
     report: Report | None = lambda sentence: None,
 ) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
@@ -257,7 +259,7 @@ def generate_recipe(
 # --- Random weights ---------------------------------------------------------------------------------------------------
 
 
-def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
+def _fast_cnn(facts: DatasetStats, model: str, rate: "Rate | None") -> Advice:
     """Return a recipe for fast-cnn, as airbench trains it (K. Jordan, arXiv 2404.00498)."""
     batch = facts.by_images(BATCHES)
     # Small grey images are often symbols, which must not be mirrored.
@@ -363,7 +365,7 @@ def _any_model(facts: DatasetStats, model: str) -> Advice:
 
 
 def _from_named(
-    facts: DatasetStats, model: str, speeds: Speeds | None, report: Report | None, is_required: bool
+    facts: DatasetStats, model: str, speeds: "Speeds | None", report: Report | None, is_required: bool
 ) -> Advice:
     try:
         if report:
@@ -379,7 +381,7 @@ def _from_named(
         return _any_model(facts, model)
 
 
-def _from_backbone(facts: DatasetStats, speeds: Speeds | None, report: Report | None, is_required: bool) -> Advice:
+def _from_backbone(facts: DatasetStats, speeds: "Speeds | None", report: Report | None, is_required: bool) -> Advice:
     """Return a recipe from published weights, or from random ones if those are unavailable and not required."""
     online = [backbone for backbone in BACKBONES if not backbone.package]
     if not report:
@@ -433,7 +435,7 @@ def _backbone_named(model: str) -> Backbone:
     return Backbone(model=model, **about)
 
 
-def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds | None) -> Advice:
+def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: "Speeds | None") -> Advice:
     """Return a recipe from the user's weights; those of a run contain their model and normalisation."""
     from flatout.models.convert.readers import find_file
 
@@ -463,7 +465,7 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds
 
 
 def _fitted_head(
-    facts: DatasetStats, backbones: Sequence[Backbone], speeds: Speeds | None, *, weights: str = ""
+    facts: DatasetStats, backbones: Sequence[Backbone], speeds: "Speeds | None", *, weights: str = ""
 ) -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes it if time permits."""
     channels = 3 if facts.channels == 1 else facts.channels

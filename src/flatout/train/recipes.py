@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe, load_recipe, with_settings
 from flatout.config.jobs import builtin_jobs, load_job
@@ -12,11 +12,13 @@ from flatout.data.detect import find
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, download_public, is_remote, where_to_get
 from flatout.data.source import DataSource, ImageDataset
 from flatout.data.unpack import is_archive
-from flatout.engine.factory import Speeds
 from flatout.models.build import NETS, check_name
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.engine.factory import Speeds
 
 
 def resolve(
@@ -28,7 +30,7 @@ def resolve(
     console: Console,
     seconds: float | None = None,
     began: float | None = None,
-    speeds: Speeds | None = None,
+    speeds: "Speeds | None" = None,
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
 ) -> tuple[Recipe, DataSource | ImageDataset]:
