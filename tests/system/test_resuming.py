@@ -110,7 +110,7 @@ def test_a_run_that_is_killed_while_it_packs_keeps_its_devices(
 ) -> None:
     run, speeds[2] = tmp_path / "run", 0.1
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.run.load_pack", lambda *_: kill())
+        patch.setattr("flatout.train.run.pack_of_host", lambda *_: kill())
         main(command(data, run, *AUTO, "--epochs", "1", "--devices", "cpu"))
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert summary(run)["world_size"] == 1

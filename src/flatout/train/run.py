@@ -33,7 +33,7 @@ from flatout.engine.devices import parse_devices, spec_of
 from flatout.engine.factory import choose_processes, kept_devices, make_engine, precisions, run_on_devices
 from flatout.engine.schedule import describe_scaling
 from flatout.engine.torch.accelerator import is_worth_tuning, multiply_adds, precision_of_gpu
-from flatout.models import build
+from flatout.models.build import build_model
 from flatout.models.pretrained import load_pretrained
 from flatout.tasks import statistics, task_of, weights_of, with_task
 from flatout.train import run_dir as folders
@@ -102,7 +102,7 @@ def train(request: TrainRequest, console: Console) -> Path:
         return _train_one(console, request)
     with prepare_host(request, console) as (request, pack):
         # Check model and devices before an old run is removed.
-        build_model(request, pack)
+        fresh_model(request, pack)
         request = _choose_processes(request, pack, console)
         return cross_validate(request, pack, console, functools.partial(_train_one, console))
 
@@ -164,7 +164,7 @@ def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> Tr
             notes.append(sentence)
     start, stop = pack.splits["train"]
     devices, reason = choose_processes(
-        spec, request.recipe, stop - start, lambda: build_model(request, pack), options.engine, seconds=options.seconds
+        spec, request.recipe, stop - start, lambda: fresh_model(request, pack), options.engine, seconds=options.seconds
     )
     notes += [reason] if reason else []
     for sentence in notes:
@@ -188,7 +188,7 @@ def prepare_host(
                 if request.options.devices != "auto":
                     folders.write_devices(run_dir, request.options.devices)
         prepared_at = time.time()
-        pack = load_pack(request, alone, log)
+        pack = pack_of_host(request, alone, log)
         recipe = with_task(request.recipe, pack.task)
         yield replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at), pack
 
@@ -240,7 +240,7 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
     log = RunLog(console, request)
     with claimed_run_dir(request, world) as run_dir:
         # Data and recipe
-        pack = load_pack(request, world, log)
+        pack = pack_of_host(request, world, log)
         splits = split_pack(pack, request.recipe, log)
         continued = folders.continued_recipe(request, run_dir, world)
         recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
@@ -249,7 +249,7 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         log.lap("read")
         # Model and engine
         here = replace(request, recipe=recipe)
-        model = build_model(here, pack, log.note)
+        model = fresh_model(here, pack, log.note)
         engine, recipe, stage = start_engine(model, here, splits, pack, world, continued, log)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
@@ -366,7 +366,7 @@ def _train_and_return_callbacks(
 # --- Data and recipe ------------------------------------------------------------------------------------------------
 
 
-def load_pack(request: TrainRequest, world: World, log: RunLog) -> Pack:
+def pack_of_host(request: TrainRequest, world: World, log: RunLog) -> Pack:
     """Return the pack: one process per host makes it, and the others map the same file."""
     data = request.data
     if isinstance(data, Pack):
@@ -459,10 +459,10 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
 # --- Model and engine -----------------------------------------------------------------------------------------------
 
 
-def build_model(request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None) -> nn.Module:
+def fresh_model(request: TrainRequest, pack: Pack, report: Callable[[str], None] = lambda sentence: None) -> nn.Module:
     """Return the model of a request with fresh weights; a model object is copied."""
     code = {"module": request.module, "allow_code": request.options.allow_code}
-    return build.build_model(request.recipe, len(pack.classes), **code, report=report)
+    return build_model(request.recipe, len(pack.classes), **code, report=report)
 
 
 def start_engine(
