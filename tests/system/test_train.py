@@ -115,7 +115,6 @@ def test_binary_loss_has_one_output(tmp_path: Path) -> None:
 
 INPUT_ERRORS = [
     (["train", "digts"], "did you mean 'digits'"),
-    (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
     (["train", "digits", "--devices", "3xcpu", "--batch-size", "2"], "is less than one sample for each of the 3 ranks"),
     (
         ["train", "digits", "--devices", "8xtpu"],
@@ -125,7 +124,6 @@ INPUT_ERRORS = [
     (["train", "digits", "--engine", "xla", "--devices", "mps"], "XLA supports TPUs and at most 64 simulated devices"),
     (["train", "digits", "--engine", "xla", "--devices", "1000xcpu"], "XLA supports TPUs and at most 64 simulated"),
     (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
-    (["train", "digits", "--model", "nowhere:factory"], "nowhere:factory"),
     (["train", "digits", "--model", "vgg16"], "32x32"),
     (["train", "fashion-mnist", "--data", "/does/not/exist"], "/does/not/exist"),
     (["train", "cats-dogs"], "training_set/cats"),
@@ -150,7 +148,6 @@ def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, 
     [
         (["--batch-size", "7"], "batch_size = 64"),
         (["--epochs", "3"], "6 are done"),
-        (["--lr", "1"], "optimizer.lr"),
         (["--overwrite"], "contradict"),
     ],
 )
