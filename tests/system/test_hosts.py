@@ -159,13 +159,12 @@ def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, H
     assert not left
 
 
-def start(hosts: tuple[Host, Host], rank: int, *arguments: str, nodes: str = "2") -> subprocess.Popen[str]:
-    meeting = ("--nodes", nodes, "--rendezvous", f"{hosts[0].address}:{PORT}")
-    return hosts[rank].start(*arguments, "--out", "run", *meeting)
+def start(hosts: tuple[Host, Host], rank: int, nodes: str, *arguments: str) -> subprocess.Popen[str]:
+    return hosts[rank].start(*TRAIN, "--nodes", nodes, "--rendezvous", f"{hosts[0].address}:{PORT}", *arguments)
 
 
-def outputs(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[str]:
-    deadline = time.monotonic() + timeout
+def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
+    deadline = time.monotonic() + 120
     return [process.communicate(timeout=deadline - time.monotonic())[0] for process in processes]
 
 
@@ -193,10 +192,7 @@ def assert_same_answer(run: Path, alone: Path) -> None:
 @pytest.mark.slow
 def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], alone: Path) -> None:
     """On three ranks. Without --out, both hosts use the name that the first one chooses."""
-    meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:{PORT}")
-    processes = [
-        host.start(*TRAIN, "--devices", spec, *meeting) for host, spec in zip(hosts, ("2xcpu", "cpu"), strict=True)
-    ]
+    processes = [start(hosts, rank, "2", "--devices", spec) for rank, spec in enumerate(("2xcpu", "cpu"))]
     said = outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     (together,), (other,) = (list((host.folder / "runs").iterdir()) for host in hosts)
@@ -211,7 +207,7 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], alon
     assert here == {"logs/devices", "logs/rank-2.log"}
 
 
-def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs: int = 1) -> None:
+def wait_for_epochs(run: Path, processes: list[subprocess.Popen[str]], epochs: int) -> None:
     deadline = time.monotonic() + 120
     metrics = run / "metrics.jsonl"
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < epochs:
@@ -225,14 +221,15 @@ def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs:
 @pytest.mark.usefixtures("no_pictures_in_module")
 def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     run, length = hosts[0].folder / "run", ("--epochs", "1000", "--batch-size", "200")
-    processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
-    wait_for_an_epoch(run, processes, 2)
+    elastic = ("1:2", "--devices", "cpu", *length, "--out", "run")
+    processes = [start(hosts, rank, *elastic) for rank in (0, 1)]
+    wait_for_epochs(run, processes, 2)
     processes[1].kill()
     log = run / "logs" / "rank-0.log"
     assert eventually(lambda: "resumed after" in log.read_text(), START_SECONDS), log.read_text()
-    late = start(hosts, 1, *TRAIN, "--devices", "cpu", *length, nodes="1:2")
+    late = start(hosts, 1, *elastic)
     assert eventually(lambda: log.read_text().count("resumed after") == 2, START_SECONDS), log.read_text()
-    wait_for_an_epoch(run, [processes[0], late], len(metrics(run)) + 2)
+    wait_for_epochs(run, [processes[0], late], len(metrics(run)) + 2)
     processes[0].send_signal(signal.SIGINT)
     said = outputs([processes[0], late])
     processes[1].communicate()
