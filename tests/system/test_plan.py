@@ -14,10 +14,10 @@ import pytest
 
 from flatout.analysis.plan import Work, find_work, format_plan
 from flatout.analysis.tpu import CompiledStep, Topology, estimate_row, needed_bytes, parse_topologies
-from flatout.cli.main import main
 from flatout.config.jobs import load_job
 from flatout.models.build import build_model
 from flatout.utils.console import Console
+from tests.conftest import Command
 from tests.system.run_files import write_class_folders
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax"))
@@ -119,19 +119,18 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
 
 
 def test_without_the_compiler_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("flatout.engine.xla.devices.importlib.util.find_spec", lambda name: None)
-    assert main(["plan", "fashion-mnist", "--topology", "v5e:2x4", "--out", str(tmp_path / "out")]) == 2
-    assert "pip install 'flatout[tpu]'" in capsys.readouterr().err
+    words = ("plan", "fashion-mnist", "--topology", "v5e:2x4", "--out", tmp_path / "out")
+    assert "pip install 'flatout[tpu]'" in command(*words, code=2)
 
 
-def test_a_number_format_that_tpus_lack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "fashion-mnist", "--topology", "v5e:2x4", "--set", "precision=tf32"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+def test_a_number_format_that_tpus_lack_is_refused(tmp_path: Path, command: Command) -> None:
+    words = ("plan", "fashion-mnist", "--topology", "v5e:2x4", "--set", "precision=tf32", "--out", tmp_path / "out")
     said = "precision = 'tf32': XLA on tpu supports only bf16, fp32; use --set precision=auto"
-    assert said in capsys.readouterr().err
+    assert said in command(*words, code=2)
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------

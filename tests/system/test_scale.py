@@ -13,8 +13,9 @@ from PIL import Image
 
 from flatout.analysis.throughput import compare_specs, draw_scaling, format_scale, split_specs
 from flatout.cli.main import main
+from tests.conftest import Command
 from tests.system.conftest import START_SECONDS, eventually
-from tests.system.run_files import write_class_folders, write_digits
+from tests.system.run_files import summary, write_class_folders, write_digits
 
 
 def run(devices: str, world_size: int, rate: float | None, **values: Any) -> dict[str, Any]:
@@ -59,10 +60,9 @@ def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Pat
         assert image.width > image.height > 400
 
 
-def test_folds_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["scale", "digits", "--devices", "cpu", "--set", "data.folds=3", "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert "data.folds = 3: flatout scale measures single runs; leave it out" in capsys.readouterr().err
+def test_folds_are_refused_before_training(tmp_path: Path, command: Command) -> None:
+    words = ("scale", "digits", "--devices", "cpu", "--set", "data.folds=3", "--out", tmp_path / "out")
+    assert "data.folds = 3: flatout scale measures single runs; leave it out" in command(*words, code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -79,12 +79,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path: Path, capsys) -> None:
-    write_class_folders(tmp_path / "photos", per_class=20)
-    out = tmp_path / "out"
-    command = ["scale", str(tmp_path / "photos"), "--devices", "cpu,2xcpu", "--epochs", "2", "--batch-size", "8"]
-    assert main([*command, "--json", "--out", str(out)]) == 0
-    printed, result = json.loads(capsys.readouterr().out), scaling(out)
+def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path: Path, command: Command) -> None:
+    photos, out = write_class_folders(tmp_path / "photos", per_class=20), tmp_path / "out"
+    words = ("--devices", "cpu,2xcpu", "--epochs", "2", "--batch-size", "8", "--json", "--out", out)
+    printed = json.loads(command("scale", photos, *words))
+    result = scaling(out)
     assert printed == result | {"out": str(out)}
     assert result["ended"] is None
     assert [(row["devices"], row["world_size"]) for row in result["specs"]] == [("cpu", 1), ("2xcpu", 2)]
@@ -92,20 +91,19 @@ def test_a_recipe_made_for_a_folder_of_images_is_measured_on_both_specs(tmp_path
     for row in result["specs"]:
         ran = tomllib.loads((out / row["folder"] / "recipe.toml").read_text())
         assert all(ran[key] == made[key] for key in ("model", "image_size", "epochs", "optimizer", "augment"))
-        summary = json.loads((out / row["folder"] / "summary.json").read_text())
-        assert summary["pack_was_cached"], "decoding would be in the time of the first run alone"
-        assert row["images_per_second"] == summary["images_per_second"]
-        assert len(row["epoch_seconds_each"]) == summary["epochs"] == 2
+        figures = summary(out / row["folder"])
+        assert figures["pack_was_cached"], "decoding would be in the time of the first run alone"
+        assert row["images_per_second"] == figures["images_per_second"]
+        assert len(row["epoch_seconds_each"]) == figures["epochs"] == 2
     answers = [row["correct"] for row in result["specs"]]
     assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
-def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tmp_path: Path, capsys) -> None:
+def test_a_failing_run_passes_on_its_message_and_exit_code(digits: list[str], tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
-    changes = ["--epochs", "1", "--set", "optimizer.lr=1e30"]
-    assert main(["scale", *digits, "--devices", "cpu,2xcpu", *changes, "--out", str(out)]) == 1
-    message = capsys.readouterr().err
+    changes = ("--epochs", "1", "--set", "optimizer.lr=1e30")
+    message = command("scale", *digits, "--devices", "cpu,2xcpu", *changes, "--out", out, code=1)
     assert "flatout: cpu: training diverged in epoch 1" in message
     assert "flatout: 2xcpu" not in message
     assert "the loss is not finite" in scaling(out)["ended"]
@@ -129,4 +127,4 @@ def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(
     assert result["ended"] == "stopped"
     assert [row["devices"] for row in result["specs"]] == ["cpu"]
     # Had the run not been waited for, it could still be writing.
-    assert "interrupted" in json.loads((out / "1xcpu" / "summary.json").read_text())["stopped"]
+    assert "interrupted" in summary(out / "1xcpu")["stopped"]
