@@ -50,9 +50,8 @@ class Recorder(flatout.Callback):
 
 def fit(out: Path, *callbacks: Any, **changes: Any) -> flatout.Run:
     usual: dict[str, Any] = {"data": grey_levels(96), "model": "parallel-cnn", "epochs": 3, "batch_size": 32}
-    return flatout.fit(
-        out=out, callbacks=callbacks, devices=changes.pop("devices", "cpu"), quiet=True, **usual | changes
-    )
+    usual |= {"devices": "cpu", "quiet": True}
+    return flatout.fit(out=out, callbacks=callbacks, **usual | changes)
 
 
 def test_the_methods_are_called_with_what_the_run_folder_has_and_may_end_training(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ CLASSES = SingleLabel(loss="cross-entropy")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
-def features_of(labels: np.ndarray, *, width: int = 7, seed: int = 3) -> np.ndarray:
+def features_of(labels: np.ndarray, *, seed: int = 3) -> np.ndarray:
     """Return features of different scales that say something of the labels."""
     rng = np.random.default_rng(seed)
-    noise = rng.normal(size=(len(labels), width)) * 3 + 2
-    return (noise + labels[:, None] * rng.normal(size=width)).astype(np.float32)
+    noise = rng.normal(size=(len(labels), 7)) * 3 + 2
+    return (noise + labels[:, None] * rng.normal(size=7)).astype(np.float32)
 
 
 @pytest.mark.parametrize("classes", [2, 5])

@@ -66,9 +66,9 @@ def recipe_for(**changes: Any) -> flatout.Recipe:
     return make_recipe(**{"epochs": 1, "optimizer.name": "momentum", **sgd, **changes})
 
 
-def splits(classes: int, count: int = 50) -> dict[str, Any]:
+def splits(classes: int) -> dict[str, Any]:
     """Fifty images make three batches of 16 and one of 2, which fourteen samples of padding fill."""
-    parts = {"train": make_samples(count, classes=classes), "valid": make_samples(20, classes=classes)}
+    parts = {"train": make_samples(50, classes=classes), "valid": make_samples(20, classes=classes)}
     return {name: (samples.images, samples.labels) for name, samples in parts.items()}
 
 

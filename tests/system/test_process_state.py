@@ -41,9 +41,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def data(count: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
-    return rng.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8), rng.integers(0, 3, count)
+    return rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8), rng.integers(0, 3, 64)
 
 
 def net() -> nn.Module:

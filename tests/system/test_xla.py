@@ -42,8 +42,8 @@ def run(*arguments: str, **environment: str) -> str:
     return printed.getvalue()
 
 
-def assert_same_weights(a: Path, b: Path, rtol: float = 1e-3, atol: float = 1e-4) -> None:
-    torch.testing.assert_close(weights(b), weights(a), rtol=rtol, atol=atol)
+def assert_same_weights(a: Path, b: Path) -> None:
+    torch.testing.assert_close(weights(b), weights(a), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
