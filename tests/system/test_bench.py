@@ -12,10 +12,6 @@ from flatout.engine.torch.dataset import TorchDataset
 from tests.conftest import Command
 
 
-def measured(command: Command, *flags: str) -> dict[str, Any]:
-    return json.loads(command("bench", "digits", "--json", *flags))
-
-
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.analysis.throughput.ROUNDS", 2)
@@ -36,7 +32,8 @@ def test_what_is_slow_limits_the_job(
         return method(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, slow)
-    found = measured(command, "--devices", "cpu", "--set", "data.placement=disk", "--batch-size", "100")
+    flags = ("--devices", "cpu", "--set", "data.placement=disk", "--batch-size", "100")
+    found = json.loads(command("bench", "digits", "--json", *flags))
     assert found["limit"] == limit
     assert found["verdict"][0].startswith(f"limited by {limit}: ")
     # A twentieth of a second for 100 images is at most 2,000 images per second.
