@@ -1,7 +1,5 @@
 """`flatout plan --gpu`: traces against hand counts, estimates against published speeds, and bad input."""
 
-import contextlib
-import io
 import json
 import math
 import re
@@ -15,15 +13,7 @@ from torch.nn import functional
 
 from flatout.analysis.gpu import CHIPS, EXPECTED_ERRORS, chips_named, step_time
 from flatout.analysis.gpu_trace import Trace, trace
-from flatout.cli.main import main
-
-
-def run(*arguments: str, out: Path) -> tuple[int, dict[str, Any], str]:
-    """Run `flatout plan --json`; return the exit code, what it printed, and the message."""
-    printed, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = main(["plan", *arguments, "--json", "--out", str(out)])
-    return code, json.loads(printed.getvalue() or "{}"), errors.getvalue()
+from tests.conftest import Command
 
 
 def of_timm(name: str, batch: int, *, train: bool) -> Trace:
@@ -99,10 +89,11 @@ def test_rates_of_the_table_agree() -> None:
 SMALL = ["--model", "timm:resnet18", "--images", "1000", "--classes", "10", "--image-size", "64"]
 
 
-def test_json(tmp_path: Path) -> None:
-    options = ["--batch-size", "100", "--gpu", "rtx3090,L4", "--price", "2", "--epochs", "3"]
-    code, plan, _ = run(*SMALL, *options, out=tmp_path / "plan")
-    assert code == 0
+def test_json(tmp_path: Path, command: Command) -> None:
+    def planned(name: str, *words: str) -> dict[str, Any]:
+        return json.loads(command("plan", *SMALL, *words, "--json", "--out", tmp_path / name))
+
+    plan = planned("plan", "--batch-size", "100", "--gpu", "rtx3090,L4", "--price", "2", "--epochs", "3")
     assert [row["gpu"] for row in plan["gpus"]] == ["rtx3090", "l4"]
     for row in plan["gpus"]:
         assert row["images_per_second"] == pytest.approx(100 / row["step_seconds"])
@@ -114,11 +105,11 @@ def test_json(tmp_path: Path) -> None:
         assert 0 < row["expected_error"] < row["expected_error_90"] < 0.4
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["gpus"] == plan["gpus"]
     # A card without bfloat16.
-    row = run(*SMALL, "--gpu", "t4", out=tmp_path / "fp32")[1]["gpus"][0]
+    row = planned("fp32", "--gpu", "t4")["gpus"][0]
     assert (row["precision"], row["shares"]["tensor cores"]) == ("fp32", 0)
     assert sum(row["shares"].values()) == pytest.approx(1)
-    predicted = run(*SMALL, "--gpu", "rtx3090", "--inference", out=tmp_path / "predict")[1]
-    assert predicted["gpus"][0]["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
+    predicted = planned("predict", "--gpu", "rtx3090", "--inference")["gpus"][0]
+    assert predicted["images_per_second"] > 2 * plan["gpus"][0]["images_per_second"]
 
 
 def net_file(path: Path, forward: str) -> str:
@@ -129,35 +120,34 @@ def net_file(path: Path, forward: str) -> str:
     return f"{path}:Net"
 
 
-def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path) -> None:
+def test_images_that_do_not_fit_on_the_gpu_are_copied(tmp_path: Path, command: Command) -> None:
     model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)))")
     options = ["--model", model, "--classes", "10", "--image-size", "64", "--batch-size", "4096", "--gpu", "h100"]
-    counts = (10**6, 10**9)
-    plans = [run(*options, "--images", str(images), out=tmp_path / str(images))[1] for images in counts]
-    limits = [plan["gpus"][0]["limit"] for plan in plans]
+    limits = []
+    for images in (10**6, 10**9):
+        printed = command("plan", *options, "--images", images, "--json", "--out", tmp_path / str(images))
+        limits.append(json.loads(printed)["gpus"][0]["limit"])
     assert limits[0] != "input" == limits[1]
 
 
-def test_a_batch_that_does_not_fit_names_the_largest(tmp_path: Path) -> None:
-    arguments = ["--model", "fast-cnn-16", "--images", "100000", "--classes", "10", "--image-size", "64"]
+def test_a_batch_that_does_not_fit_names_the_largest(tmp_path: Path, command: Command) -> None:
+    arguments = ["plan", "--model", "fast-cnn-16", "--images", "100000", "--classes", "10", "--image-size", "64"]
     arguments += ["--gpu", "rtx4060"]
-    code, _, message = run(*arguments, "--batch-size", "100000", out=tmp_path / "plan")
+    message = command(*arguments, "--batch-size", "100000", "--out", tmp_path / "plan", code=2)
     found = re.search(r"100000: does not fit on rtx4060: .* of 8 GiB, the largest that fits is about (.*)\n", message)
-    assert code == 2
     assert found
     largest = int(found[1].replace(",", ""))
-    assert run(*arguments, "--batch-size", str(int(0.99 * largest)), out=tmp_path / "fits")[0] == 0
-    assert run(*arguments, "--batch-size", str(int(1.01 * largest)), out=tmp_path / "too large")[0] == 2
+    command(*arguments, "--batch-size", int(0.99 * largest), "--out", tmp_path / "fits")
+    command(*arguments, "--batch-size", int(1.01 * largest), "--out", tmp_path / "too large", code=2)
 
 
 def test_names() -> None:
     assert list(chips_named("H100, RTX 4090,a100,rtx6000ada")) == ["h100", "rtx4090", "a100-80", "rtx-6000-ada"]
 
 
-def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_traced(tmp_path: Path, command: Command) -> None:
     model = net_file(tmp_path / "net.py", "self.head(x.mean((2, 3)) * x.mean().item())")
     arguments = ["--model", model, "--images", "100", "--classes", "10", "--image-size", "32", "--gpu", "l4"]
-    code, _, errors = run(*arguments, out=tmp_path / "plan")
-    assert code == 2
+    errors = command("plan", *arguments, "--out", tmp_path / "plan", code=2)
     assert "cannot be traced without data" in errors
     assert "item()" in errors
