@@ -22,6 +22,8 @@ from tests.conftest import Command
 from tests.data import containers as c
 from tests.data.packs import Silent, settings
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SETTINGS = settings(size=c.SIZE)
 # Format -> writer, and the kind of the data.
 FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -50,11 +52,6 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "CIFAR-10": (c.cifar10, "CIFAR binaries"),
     "CIFAR-100": (c.cifar100, "CIFAR binaries"),
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(cache: Path) -> Path:
-    return cache
 
 
 def pack_of(path: Path, cache: Path | None = None) -> Pack:
