@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from flatout.analysis.check import check, format_check
-from flatout.cli.main import main
 from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
+from tests.conftest import Command
 from tests.data.small_sets import grow
 
 
@@ -130,14 +130,14 @@ def test_names_that_are_not_utf8(tmp_path: Path):
         recognise(folder)
 
 
-def test_classes_in_file_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_classes_in_file_names(tmp_path: Path, command: Command):
     grow(tmp_path, "cat.1.png", "cat.2.png", "dog.1.png")
     for pattern in (r"^(\w+)\.", r"^(?P<label>c|d)(at|og)"):
         source = recognise(tmp_path, Data(label_pattern=pattern)).read()
         assert source.labels.tolist() == [0, 0, 1]
     assert source.classes == ("c", "d")
-    assert main(["check", str(tmp_path), "--set", r"data.label_pattern=^(\w+)\."]) == 0
-    assert "images with classes in their names: train 3 images" in capsys.readouterr().out
+    shown = command("check", tmp_path, "--set", r"data.label_pattern=^(\w+)\.")
+    assert "images with classes in their names: train 3 images" in shown
     grow(tmp_path, "other.png")
     with pytest.raises(InputError, match=r"label_pattern = .* finds no class in 1 names: .*other\.png"):
         recognise(tmp_path, Data(label_pattern=r"^(\w+)\.\d")).read()

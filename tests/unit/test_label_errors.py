@@ -21,7 +21,6 @@ from flatout.analysis.label_errors import (
     recipe_of_folds,
     write_errors,
 )
-from flatout.cli.main import main
 from flatout.config import Data, Recipe
 from flatout.config.jobs import load_job
 from flatout.data.build import load
@@ -29,6 +28,7 @@ from flatout.data.detect import recognise
 from flatout.data.source import ImageDataset
 from flatout.train.request import Options
 from flatout.utils.console import Console
+from tests.conftest import Command
 from tests.data.small_sets import png, shard
 
 RNG = np.random.default_rng(0)
@@ -170,15 +170,15 @@ def test_unreadable_images_may_have_been_packed_from_a_copy(tmp_path: Path) -> N
     assert len(found.source) == len(found.probabilities) == 23
 
 
-def test_labels_must_be_one_class_for_each_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_must_be_one_class_for_each_image(tmp_path: Path, command: Command) -> None:
     numbers = tmp_path / "data.npz"
     np.savez(numbers, x_train=np.zeros((30, 4, 4), np.uint8), y_train=np.linspace(0, 1, 30))
-    assert main(["check", str(numbers), "--labels", "--epochs", "1", "--devices", "cpu"]) == 2
-    assert "this data is regression" in capsys.readouterr().err
+    words = ["check", numbers, "--labels", "--epochs", "1", "--devices", "cpu"]
+    assert "this data is regression" in command(*words, code=2)
 
 
 @pytest.mark.slow
-def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planted_errors_in_digits(tmp_path: Path, command: Command) -> None:
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
@@ -186,10 +186,9 @@ def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[
     labels, wrong = digits.target.copy(), rng.choice(1797, 90, replace=False)
     labels[wrong] = (labels[wrong] + rng.integers(1, 10, 90)) % 10
     np.savez(tmp_path / "digits.npz", x_train=(digits.images * 15.9).astype(np.uint8), y_train=labels)
-    words = ["check", str(tmp_path / "digits.npz"), "--labels", "--model", "parallel-cnn", "--epochs", "40"]
+    words = ["check", tmp_path / "digits.npz", "--labels", "--model", "parallel-cnn", "--epochs", "40"]
     words += ["--set", "optimizer.lr=0.01", "--set", "batch_size=128", "--devices", "cpu"]
-    assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
-    errors = json.loads(capsys.readouterr().out)["errors"]
+    errors = json.loads(command(*words, "--out", tmp_path / "out", "--json"))["errors"]
     hits = {row["row"] for row in errors} & set(wrong.tolist())
     assert len(hits) >= 0.8 * 90
     assert len(hits) >= 0.7 * len(errors)
