@@ -17,7 +17,7 @@ from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
 from flatout.utils.errors import InputError, WeightsUnavailable
-from tests.system.conftest import leave_out_pictures
+from tests.system.conftest import draw_small_pictures, leave_out_pictures
 from tests.unit.runs import blank_images
 
 SYMBOLS, PHOTOS = blank_images(600, size=28, channels=1), blank_images(600, size=96, channels=3)
@@ -167,13 +167,14 @@ def test_the_last_layers_are_fine_tuned_if_the_time_permits(seconds: float, epoc
     assert f"epochs = {epochs}" in reasons["epochs"]
 
 
-def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
+def test_weights_of_a_run_name_their_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on ten classes of digits is the start of one on two; only the head is fresh."""
     found: Any = load_digits()
     images, labels = (found.images * 15).astype(np.uint8)[..., None], found.target
     with pytest.MonkeyPatch.context() as patch:
         leave_out_pictures(patch)
         flatout.fit("fast-cnn-16", (images, labels), epochs=2, devices="cpu", out=tmp_path / "first", quiet=True)
+    draw_small_pictures(monkeypatch)
     other = {"weights": str(tmp_path / "first"), "devices": "cpu", "quiet": True, "epochs": 1}
     run = flatout.fit(data=(images, labels % 2), out=tmp_path / "second", **other)
     recipe = run.recipe

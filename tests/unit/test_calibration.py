@@ -220,7 +220,10 @@ def test_two_runs_of_numbers_are_compared(tmp_path: Path, command: Command) -> N
     assert "Wilcoxon test: p = " in command("compare", *folders)
 
 
-def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, command: Command) -> None:
+def test_without_validation_images_a_note_says_what_is_missing(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_small_pictures(monkeypatch)
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
     settings = {"data.valid_fraction": 0.0, "epochs": 1, "batch_size": 20, "devices": "cpu", "out": tmp_path / "run"}
