@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given
 from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
@@ -178,7 +179,6 @@ def image_of(name: str) -> bytes:
     stream = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (24, 16, 5 if "bands" in name else 3), np.uint8)
     if "bands" in name:
-        tifffile = pytest.importorskip("tifffile")
         tifffile.imwrite(stream, noise, photometric="minisblack", planarconfig="contig")
     else:
         exif = Image.Exif()

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from flatout.config import Data
 from flatout.data.batches import measure
-from flatout.data.build import build_pack, load_pack
+from flatout.data.build import build_pack
 from flatout.data.decode import decode_image, read_header
 from flatout.data.detect import find
 from flatout.data.pack import open_pack
@@ -19,7 +19,7 @@ from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of
 from flatout.train.auto_recipe import measure_dataset
 from flatout.utils.errors import InputError
-from tests.data.packs import Recorder, settings
+from tests.data.packs import Recorder, load, settings
 from tests.data.pictures import refusal, saved, smooth_picture
 
 RNG = np.random.default_rng(4)
@@ -168,7 +168,7 @@ def test_a_pack_keeps_shape_channels_and_bits(tmp_path, data) -> None:
     assert (about["size"], about["channels"], about["bits"], about["format_version"]) == ([12, 20], 5, 16, 2)
     fix = r"--set image_size=\[12,20\] --set channels=5 --set data.resize=squash --set data.bits=16, or"
     with pytest.raises(InputError, match=f"does not fit the recipe; use {fix}"):
-        load_pack(find(tmp_path / "pack"), settings(size=12, bits=8), cache=None, report=Recorder())
+        load(find(tmp_path / "pack"), None, settings(size=12, bits=8))
     mean, std = measure(splits_of(pack, Data(), 1)["train"])
     train = pack.images[splits_of(pack, Data(), 1)["train"].rows] / 65535
     np.testing.assert_allclose(mean, train.mean((0, 1, 2)), atol=1e-6)
@@ -178,14 +178,14 @@ def test_a_pack_keeps_shape_channels_and_bits(tmp_path, data) -> None:
 def test_arrays_of_16_bits_become_8_by_the_bits_in_use(tmp_path) -> None:
     images = np.arange(4 * 3 * 5, dtype=np.uint16).reshape(4, 3, 5) * 69  # up to 4071
     np.savez(tmp_path / "a.npz", images=images, labels=[0, 1, 0, 1])
-    pack = load_pack(find(tmp_path / "a.npz"), settings(size=(3, 5), channels=1, bits=8), cache=None, report=Recorder())
+    pack = load(find(tmp_path / "a.npz"), None, settings(size=(3, 5), channels=1, bits=8))
     assert np.array_equal(pack.images, np.rint(images * (255 / 4095))[..., None])
 
 
 def test_one_file_of_16_bits_makes_a_set_of_16(tmp_path) -> None:
     for i in range(8):
         in_class(tmp_path, i, Image.fromarray(np.full((4, 4), 100, np.uint16 if i == 5 else np.uint8)))
-    pack = load_pack(find(tmp_path), settings(size=4, channels=1), cache=None, report=Recorder())
+    pack = load(find(tmp_path), None, settings(size=4, channels=1))
     assert sorted(pack.images[:, 0, 0, 0].tolist()) == [100] + 7 * [25700]
 
 
