@@ -54,6 +54,15 @@ def test_few_images_get_a_larger_network_before_fine_tuning() -> None:
     assert (many.backbone, many.epochs > 0) == (SMALL, True)
 
 
+def test_many_epochs_on_few_images_are_no_better_than_a_better_network() -> None:
+    """As on cats and dogs, at speeds of two cores without AVX-512."""
+    lite = [backbone for backbone in BACKBONES if backbone.package]
+    facts = measure_dataset(blank_images(1600, size=300, channels=3, train=1200), accelerated=False, seconds=300)
+    speeds = dict(zip(lite, (88.0, 55.0, 41.0), strict=True))
+    found = plan_photos(facts, lite, 32, 3, lambda backbone, size: speeds[backbone])
+    assert found.backbone == lite[-1]
+
+
 def test_what_was_planned_fits_the_time_at_the_measured_speed() -> None:
     for seconds in (30, 60, 120, 300, 600):
         found = plan(seconds)
