@@ -300,12 +300,7 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
     from flatout.engine.xla.program import Program, shapes_of
 
     sharding, task = MeshSharding(devices, recipe.shard), task_of(recipe)
-    program = Program(
-        model,
-        recipe,
-        devices=sharding.size,
-        precision=recipe.precision,
-    )
+    program = Program(model, recipe, devices=sharding.size, precision=recipe.precision)
     labels = task.random_labels(np.random.default_rng(0), 1, classes)
     images = np.zeros((1, *recipe.stored_sides, recipe.channels), np.uint16 if recipe.data.bits == 16 else np.uint8)
     _, one = read_batches(
