@@ -66,9 +66,7 @@ class Accelerator:
         """The name of the hardware, for the log."""
         return self.device.type.upper()
 
-    def prepare(
-        self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1, is_tuned: bool = False
-    ) -> None:
+    def prepare(self, precision: str, undo: contextlib.ExitStack, *, ranks_here: int, is_tuned: bool) -> None:
         """Prepare for training in a recipe's `precision`; `undo` restores the settings of the process."""
         self.precision = self.choose_precision(precision)
         self.threads = cpu_threads(ranks_here) if self.is_host else torch.get_num_threads()
