@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
-from flatout.distributed.environment import launched
+from flatout.distributed.environment import Launched, launched
 from flatout.utils.console import Console
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
 from flatout.utils.run_files import plain
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: Namespace) -> None:
     """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
-    process = launched()
-    rank = process.rank if process else 0
+    rank = (launched() or Launched()).rank
     console = Console(None if rank else sys.stdout if args.command == "train" else sys.stderr, rank=rank)
     try:
         output = COMMANDS[args.command].do(args, console)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Augment, Recipe, known_keys
-from flatout.distributed.environment import launched
+from flatout.distributed.environment import Launched, launched
 from flatout.engine.devices import engine_for
 from flatout.inference.run import Ensemble, Run, load
 from flatout.models.build import copied
@@ -93,8 +93,7 @@ def fit(
     # Imported here: its time belongs to the run.
     from flatout.train.run import train_job
 
-    process = launched()
-    rank = process.rank if process else 0
+    rank = (launched() or Launched()).rank
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     loss = changes.get("loss")
     own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
