@@ -19,6 +19,7 @@ from flatout.engine.devices import Devices, cpu_threads, parse_devices
 from flatout.engine.torch.accelerator import accelerator_of, multiply_adds
 from flatout.engine.torch.engine import TorchEngine
 from flatout.engine.torch.measure import features_per_second, seconds_per_image
+from flatout.engine.xla.devices import find
 from flatout.models.build import build_model
 from flatout.models.heads import Head
 from flatout.tasks import Task
@@ -263,8 +264,6 @@ def make_engine(
     }  # fmt: skip
     if engine == "torch":
         return TorchEngine(model, recipe, **common, **options)
-    from flatout.engine.xla.devices import find
-
     chosen = parse_devices(devices, engine)
     found = find(chosen.kind, chosen.indices, world)
     from flatout.engine.xla.engine import XlaEngine

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from flatout.config.settings import Size, shown, sides
-from flatout.models.build import usable_size
+from flatout.models.build import quiet, usable_size
 from flatout.models.hub import Backbone
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
@@ -264,7 +264,6 @@ def fine_tuning_of(model: str) -> tuple[str, str, float]:
     import timm
     import torch
 
-    from flatout.models.build import quiet
     from flatout.models.layers import layers_before_head
 
     with quiet(), torch.device("meta"):

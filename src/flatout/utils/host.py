@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import resource
 from functools import cache
 from pathlib import Path
 
@@ -44,8 +45,6 @@ def peak_rss_bytes() -> int:
     # On Linux, getrusage includes the peak of the parent process, which is kept across exec.
     if lines := _lines("/proc/self/status", "VmHWM"):
         return int(lines[0].split()[0]) * 1024
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS in bytes
 
 

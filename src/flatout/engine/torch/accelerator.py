@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import tempfile
 import warnings
 import weakref
@@ -236,8 +237,6 @@ class CPU(Accelerator):
     @property
     def raises_out_of_memory(self) -> bool:
         """Only if the address space is limited (`ulimit -v`)."""
-        import resource
-
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
     def precisions(self) -> list[str]:
