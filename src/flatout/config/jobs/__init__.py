@@ -1,9 +1,8 @@
 """The built-in jobs, one TOML recipe each."""
 
-import tomllib
 from pathlib import Path
 
-from flatout.config import Recipe, from_dict
+from flatout.config import Recipe, load_recipe
 
 _FOLDER = Path(__file__).parent
 # Published numbers of training images and classes of the jobs' data, for planning without it.
@@ -23,5 +22,4 @@ def builtin_jobs() -> list[str]:
 
 def load_job(name: str) -> Recipe:
     """Return the recipe of a built-in job."""
-    text = (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    return from_dict({"job": name, **tomllib.loads(text)}, where=f"job {name}")
+    return load_recipe(_FOLDER / f"{name}.toml")
