@@ -52,7 +52,7 @@ class Evaluation:
     loss_sum: float
     predicted: np.ndarray
     labels: np.ndarray
-    probabilities: np.ndarray | None
+    probabilities: np.ndarray | None = None
     logits: np.ndarray | None = None
     features: np.ndarray | None = None
 

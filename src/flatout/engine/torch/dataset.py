@@ -320,7 +320,7 @@ class _Results:
 
     def evaluation(self, labels: np.ndarray) -> Evaluation:
         """Return the results of all ranks."""
-        tables: dict[str, Any] = {"probabilities": None, **{name: rows.gather() for name, rows in self.rows.items()}}
+        tables: dict[str, Any] = {name: rows.gather() for name, rows in self.rows.items()}
         loss_sum = float(self._engine.world.all_reduce(self._loss_sum))
         return Evaluation(**tables, task=self._engine.task, loss_sum=loss_sum, labels=labels)
 

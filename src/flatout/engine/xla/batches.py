@@ -264,7 +264,6 @@ class XlaDataset:
         tables: dict[str, Any] = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
         if tables["predicted"].dtype.kind == "i":
             tables["predicted"] = tables["predicted"].astype(np.int64)
-        tables = {"probabilities": None, **tables}
         return Evaluation(**tables, task=engine.task, loss_sum=loss_sum, labels=self.samples.labels)
 
 
