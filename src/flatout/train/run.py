@@ -96,8 +96,7 @@ def train(request: TrainRequest, console: Console) -> Path:
         _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     if options.hosts.most > 1 and options.out is None:
         # All hosts use the first host's name, also after a restart.
-        folder = default_folder(recipe.job)
-        request = replace(request, options=replace(options, out=folder))
+        request = replace(request, options=replace(options, out=default_folder(recipe.job)))
     if not recipe.data.folds or recipe.data.fold:
         return _train_one(console, request)
     with prepare_host(request, console) as (request, pack):
