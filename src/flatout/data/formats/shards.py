@@ -327,16 +327,7 @@ def _int64s(record: bytes, place: slice) -> Iterator[int]:
             yield signed(value)
 
 
-# --- checksums and protocol buffers, also of TensorFlow's checkpoints ---
-
-
-def masked_crc32c(data: bytes) -> bytes:
-    """Return the checksum, 4 bytes, in TensorFlow's checkpoints; raises ImportError without google-crc32c."""
-    import google_crc32c
-
-    crc = google_crc32c.value(data)
-    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
-
+# --- protocol buffers, also of TensorFlow's checkpoints ---
 
 _VARINT, _BYTES = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}

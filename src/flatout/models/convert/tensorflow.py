@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flatout.data.formats.shards import fields, inside, masked_crc32c, signed, varint
+from flatout.data.formats.shards import fields, inside, signed, varint
 from flatout.models.weights import damaged, natural
 from flatout.utils.errors import InputError
 
@@ -63,12 +63,14 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
 
 
 def masked(data: bytes) -> bytes:
-    """Compute the checksum of checkpoints."""
+    """Compute the checksum of checkpoints, a masked CRC-32C of 4 bytes."""
     try:
-        return masked_crc32c(data)
+        import google_crc32c
     except ImportError:
         need = "need the package google-crc32c for their checksums: pip install 'flatout[convert]'"
         raise InputError(f"TensorFlow checkpoints {need}") from None
+    crc = google_crc32c.value(data)
+    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
