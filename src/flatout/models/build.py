@@ -125,7 +125,7 @@ def build_model(
     if module is not None or name not in NETS:
         ensure_logits(model, name, recipe, num_outputs, report)
     if recipe.eval_sides != recipe.image_sides:
-        check_size(model, name, recipe, num_outputs, recipe.data.eval_size, "data.eval_size")
+        check_size(model, name, recipe, num_outputs)
     freeze(model, recipe.freeze)
     set_dropout(model, recipe.dropout)
     return model

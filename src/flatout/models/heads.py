@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.config.settings import Size, shown, sides
+from flatout.config.settings import shown
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, head_modules, keep_modes, submodule
 from flatout.utils.errors import InputError, first_line
@@ -285,16 +285,16 @@ def _undo_sigmoid(module: nn.Module, arguments: object, output: object) -> Any:
     return torch.logit(_select_logits(module, arguments, output).float(), eps=1e-7)
 
 
-def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: Size, key: str) -> None:
-    """Check that a model built for the recipe's `image_size` takes images of another size, the value of `key`."""
+def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int) -> None:
+    """Check that a model built for the recipe's `image_size` takes images of its `data.eval_size`."""
     try:
         with keep_modes(model), torch.no_grad():
-            logits = model.eval()(torch.zeros(2, recipe.channels, *sides(size), device=_device(model)))
+            logits = model.eval()(torch.zeros(2, recipe.channels, *recipe.eval_sides, device=_device(model)))
         if logits.shape != (2, num_outputs):
             raise ValueError(f"it returns {list(logits.shape)}")
     except Exception as error:  # third-party code may raise anything
         raise InputError(
-            f"{key} = {shown(size)}: the model {name!r}, built for images of {shown(recipe.image_size)} pixels, does "
-            f"not take others ({first_line(error)}); leave the key out, or choose a model with global pooling, such as "
-            "timm:resnet18"
+            f"data.eval_size = {shown(recipe.data.eval_size)}: the model {name!r}, built for images of "
+            f"{shown(recipe.image_size)} pixels, does not take others ({first_line(error)}); leave the key out, or "
+            "choose a model with global pooling, such as timm:resnet18"
         ) from error
