@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -113,8 +112,7 @@ def distinct_names(names: Mapping[Any, str]) -> dict[Any, str]:
 # Labels of any form as distinct values
 
 
-@dataclass(frozen=True, eq=False)
-class _Distinct:
+class _Distinct(NamedTuple):
     """Labels as distinct values and their index for each image, int64 [N].
 
     The values are int64, float64 or text [D], or rows of 0 and 1, uint8 [D, K].
