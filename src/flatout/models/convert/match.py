@@ -5,6 +5,7 @@ Shape letters: N images, C channels, H height, W width.
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -129,16 +130,14 @@ def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
         if kinds[names[module]] == "conv" and isinstance(output, torch.Tensor):
             vars(output)["convolution"] = names[module]
 
-    handles = [module.register_forward_hook(leave) for module in names]
-    handles += [module.register_forward_pre_hook(enter) for module in names]
     try:
-        with keep_modes(model), torch.no_grad(), _FollowMaps():
+        with ExitStack() as hooks, keep_modes(model), torch.no_grad(), _FollowMaps():
+            for module in names:
+                hooks.enter_context(module.register_forward_hook(leave))
+                hooks.enter_context(module.register_forward_pre_hook(enter))
             model.eval()(torch.zeros(1, channels, height, width))
     except Exception:  # a user's model may raise anything; its later use reports the error
         return Trace(kinds, {}, {})
-    finally:
-        for handle in handles:
-            handle.remove()
     return found._replace(layers={**found.layers, **kinds})
 
 
