@@ -227,7 +227,7 @@ class Ahead(Generic[Loaded]):
         return result
 
 
-def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+def read_ahead(samples: Split, batches: Iterable[Batch], rank: int, ranks: int) -> Iterator[Batch]:
     """Yield the batches, each once the images of its window (see `Batch.ahead`) are in the file cache.
 
     A thread reads the next window in file order. The `ranks` of a host share the cache, so each reads its part.

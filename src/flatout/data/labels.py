@@ -132,10 +132,10 @@ def read_labels(
     where: str,
     *,
     locate: Callable[[str, int], str],
-    names: tuple[str, ...] | None = None,
-    class_list: Path | None = None,
-    subject: str = "",
-    task: str = "auto",
+    names: tuple[str, ...] | None,
+    class_list: Path | None,
+    subject: str,
+    task: str,
 ) -> Labels:
     """Interpret the labels of all splits, which follow each other in the result.
 

@@ -122,7 +122,7 @@ def crc32s_of(images: np.ndarray) -> list[int]:
 
 
 def write_images(
-    folder: Path, *, count: int, image_shape: tuple[int, int, int], bits: int = 8, fill: Fill, report: Progress
+    folder: Path, *, count: int, image_shape: tuple[int, int, int], bits: int, fill: Fill, report: Progress
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores.
 

@@ -165,7 +165,7 @@ class ImageDataset:
         return dict(zip(self.classes, counts.tolist(), strict=True))
 
 
-def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]], task: str = "single-label") -> str:
+def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]], task: str) -> str:
     sizes = [f"{name} {stop - start:,}" for name, (start, stop) in splits.items()]
     of = {"single-label": f"of {len(classes):,} classes", "multi-label": f"with any of {len(classes):,} classes"}
     sizes[0] += f" images {of.get(task, 'with numbers')}"
@@ -205,7 +205,7 @@ def assemble(
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
     subject: str = "",
-    task: str = "auto",
+    task: str,
     groups: Sequence[str] | None = None,
     image_folder: Path | None = None,
 ) -> ImageDataset:

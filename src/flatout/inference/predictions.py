@@ -49,7 +49,7 @@ def write_predictions(
     classes: Sequence[str],
     *,
     note: Callable[[str], object],
-    files: Sequence[str] | None = None,
+    files: Sequence[str] | None,
     module: "nn.Module | None" = None,
     allow_code: bool = False,
     more: Mapping[str, np.ndarray | None],
