@@ -71,7 +71,6 @@ def download_run(url: str) -> Path:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why the hub refused or did not answer."""
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in causes(error)):
         return "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used; unset it"
     status = _status_of(error)

@@ -166,7 +166,6 @@ def _predictions(
 
 
 def _check_coverage(run: "Run", coverage: float) -> None:
-    """Raise InputError if a run has no prediction sets of a coverage."""
     flag = f"--coverage {coverage:g}"
     if run.calibration is None:
         raise InputError(
