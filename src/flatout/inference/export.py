@@ -181,7 +181,7 @@ def write_onnx(run: "Run", path: Path) -> Predict:
     import onnxruntime
 
     classifier = Classifier(run)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in classifier.state_dict().values())
+    size = sum(tensor.nbytes for tensor in classifier.state_dict().values())
     if size > MAX_BYTES:
         raise InputError(f"{run.path}: has {size / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB")
     dtype = torch.uint16 if classifier.resize.bits == 16 else torch.uint8
