@@ -318,7 +318,8 @@ def test_a_plain_background_leaves_the_gradient_to_the_digits(background: str):
     ("name", "wanted", "expected"),
     [
         ("resnet18", 100, 100),  # any size
-        ("vit_tiny_patch16_224", (96, 160), (96, 160)),  # position embeddings are resized
+        ("vit_tiny_patch16_224", 128, 128),  # position embeddings are resized
+        ("vit_tiny_patch16_224", (96, 160), (96, 160)),
         ("vit_tiny_patch16_224", 100, 224),  # not whole patches
         ("levit_128s", 128, 224),  # attention biases are of one size
         ("pvt_v2_b0", 128, 128),  # patches overlap

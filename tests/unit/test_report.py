@@ -28,7 +28,7 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
     draw_small_pictures(monkeypatch)
@@ -50,8 +50,7 @@ class Page:
         self.sections = dict(zip(("", *parts[::2]), texts, strict=True))
 
 
-def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()  # the PNG files are drawn
+def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path):
     extras = {"skipped_images": {"a/b.jpg": "truncated"}, "verdict": ["Too low."], "notes": ["using 2 processes"]}
     run = write_run(tmp_path / "run", ["cat", "dog", "owl"], size=128, channels=3, **extras)
     before = dict(matplotlib.rcParams)
@@ -77,6 +76,7 @@ def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path,
     assert len(page.ids) == len(set(page.ids))
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_names_from_data_are_escaped(tmp_path: Path):
     run = write_run(tmp_path / "run", HOSTILE, skipped_images={"<img src=x onerror=alert(1)>": "<b>bad</b>"})
     page = Page(run)
@@ -87,6 +87,7 @@ def test_names_from_data_are_escaped(tmp_path: Path):
         assert name in page.sections["Results of each class"]
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_class_table_is_worst_first_and_short(tmp_path: Path):
     classes = [f"class {i:02}" for i in range(30)]
     sections = Page(write_run(tmp_path / "run", classes, count=90)).sections
@@ -101,6 +102,7 @@ def test_class_table_is_worst_first_and_short(tmp_path: Path):
     assert "class 01 | 3 | 0.500 | 1.000 | 0.667 |" in table
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_a_failed_run_still_has_a_page(tmp_path: Path):
     metrics = [epoch_line(1), epoch_line(2, train_loss=math.nan, valid_accuracy=None)]
     run = write_run(
@@ -132,6 +134,7 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
         ("summary.json", b"{", "", "summary.json cannot be read"),
     ],
 )
+@pytest.mark.usefixtures("page_alone")
 def test_a_missing_or_damaged_piece_is_named(
     tmp_path: Path, name: str, content: bytes | None, section: str, sentence: str
 ):
@@ -142,6 +145,7 @@ def test_a_missing_or_damaged_piece_is_named(
     assert sentence in Page(run).sections[section]
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_curves_of_a_killed_run_have_the_metric_of_its_task(tmp_path: Path):
     run = write_run(tmp_path / "run", ["a", "b"], metrics=[epoch_line(1, valid_mae=2.5)])
     (run / "summary.json").unlink()
@@ -164,6 +168,7 @@ def test_what_cannot_be_drawn_is_refused_and_leaves_nothing(tmp_path: Path):
     assert not list(run.glob(".*"))
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path: Path):
     draw_all(write_run(tmp_path / "run", [f"</script>{i}" for i in range(30)]))
     html = (tmp_path / "run" / "report.html").read_text()
@@ -184,12 +189,14 @@ def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path
         ("trust", {"reliability_after": []}, "is incomplete"),
     ],
 )
+@pytest.mark.usefixtures("page_alone")
 def test_a_wrong_value_is_named(tmp_path: Path, command: Command, key: str, value: Any, problem: str):
     run = write_run(tmp_path / "run", ["cat", "dog"], **{key: value})
     fix, said = f"restore the file, or remove {key} from it", command("report", run, code=2)
     assert re.fullmatch(rf"flatout: .*summary\.json: {key} {problem}: {fix}\n", said)
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_stages_of_a_run_from_published_weights(tmp_path: Path):
     times = {"features": 12.0, "head": 1.5, "train": 60.0, "evaluate": 2.0}
     figures: dict[str, Any] = {"parameters": 5000, "trained_parameters": 1000, "epochs_trained": 4, "kept_epoch": 3}

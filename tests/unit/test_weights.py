@@ -106,6 +106,7 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp
 # --- into models ---
 
 
+PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net.", "model._orig_mod."]
 COUNT = "num_batches_tracked"
 
 
@@ -115,7 +116,7 @@ COUNT = "num_batches_tracked"
         ("weights.safetensors", "", ()),  # of a run
         ("pytorch_model.bin", "", ()),
         ("model.safetensors", "", COUNT),  # until torch 0.4.1
-        *(("pytorch_model.bin", prefix, ()) for prefix in ("module.", "_orig_mod.", "module._orig_mod.")),
+        *(("pytorch_model.bin", prefix, ()) for prefix in PREFIXES),
     ],
 )
 def test_local_weights_load_whole_without_the_prefixes_of_wrappers(
