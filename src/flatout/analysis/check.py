@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median_low
 from typing import TypeVar
 
@@ -127,7 +126,7 @@ def read_headers(source: ImageDataset, report: Progress) -> Headers:
         return _headers_of_arrays(source)
 
     def read(file: ImageBytes) -> tuple[ImageHeader, None]:
-        return read_header(file if isinstance(file, Path) else read_file(file)), None
+        return read_header(file), None
 
     return scan(source.files, read, report)[0]
 
