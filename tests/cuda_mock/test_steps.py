@@ -112,6 +112,7 @@ def test_planted_numbers_differ(quick: dict[str, Any]) -> None:
     assert "model.0.weight" in found["rate"]
 
 
+@pytest.mark.slow
 def test_ranks() -> None:
     for found in run("ranks", ranks=2):
         assert all(one == {"notes": [RECORDED], "different": []} for one in found["numbers"].values()), found

@@ -133,6 +133,7 @@ def averaged(world: World, shards: tuple[str, ...]) -> list[dict[str, np.ndarray
     return results
 
 
+@pytest.mark.slow
 def test_ranks_mix_and_average_alike() -> None:
     """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
     (alone,) = averaged(World(), ("none",))

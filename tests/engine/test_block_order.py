@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from flatout.data import batches
@@ -36,6 +37,7 @@ def train_on_rank(world: World, file: Path) -> dict[str, torch.Tensor]:
         return engine_weights(make_net(), mapped_samples(file), make_recipe(**BLOCKS), world=world)
 
 
+@pytest.mark.slow
 def test_both_engines_and_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
     file, recipe = tmp_path / "images.npy", make_recipe(**BLOCKS)
     np.save(file, make_samples().images)

@@ -97,7 +97,10 @@ def test_fewer_images_than_folds(count: int) -> None:
     assert np.isfinite(head.weight).all()
 
 
-@pytest.mark.parametrize(("devices", "engine"), [("cpu", "torch"), ("2xcpu", "torch"), ("2xcpu", "xla")])
+@pytest.mark.parametrize(
+    ("devices", "engine"),
+    [("cpu", "torch"), pytest.param("2xcpu", "torch", marks=pytest.mark.slow), ("2xcpu", "xla")],
+)
 def test_a_run_of_no_epochs_is_its_head(devices: str, engine: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     views = ("--set", "tta=true", "--set", "augment.flip=true")

@@ -45,6 +45,7 @@ def run_hosts(function: Callable[..., Any], *args: Any, hosts: list[Hosts], size
 
 
 @pytest.mark.usefixtures("nothing_left")
+@pytest.mark.slow
 def test_two_hosts_of_different_size_are_one_run_and_a_lost_rank_is_named_on_both(tmp_path: Path) -> None:
     errors = run_hosts(ranks.count_and_die, tmp_path, hosts=[host(free_port())] * 2, sizes=(2, 1))
     answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]

@@ -45,6 +45,7 @@ def abstract_sockets(processes: list[psutil.Process]) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="reads what Linux shows of sockets")
+@pytest.mark.slow
 def test_nothing_of_a_run_on_one_host_takes_what_others_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As for runs on several hosts.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", next((name for name in psutil.net_if_addrs() if name != "lo"), "lo"))

@@ -67,6 +67,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 AUTO = ("--batch-size", "16", "--set", "schedule.name=constant", "--devices", "auto")
 
 
+@pytest.mark.slow
 def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
     """A resumed run keeps those that it began with, whatever is faster now, unless the machine lacks them."""
     run = tmp_path / "run"
