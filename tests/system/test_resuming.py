@@ -1,6 +1,8 @@
 """What a run can go on with, and in which folder."""
 
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -8,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flatout.cli.main import main
 from flatout.config import load_recipe
 from flatout.engine import factory
 from flatout.engine.schedule import learning_rate
 from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
-from tests.system.run_files import metrics, summary
+from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -200,3 +203,38 @@ def test_a_folder_that_cannot_be_written_gets_a_message(
         patch.setattr(Path, "mkdir", refuse)
         assert main(command(data, tmp_path / "new")) == 2
     assert "new: cannot be written: Permission denied" in capsys.readouterr().err
+
+
+OLDER = Path(__file__).parent / "older-run"  # twelve epochs, killed in the fourth, with the recipe keys of then
+
+
+@pytest.fixture(scope="module")
+def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run by the recipe of the older one."""
+    out = tmp_path_factory.mktemp("anew") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLATOUT_RECORD", "1")
+        assert main(["train", str(OLDER / "recipe.toml"), "--devices", "cpu", "--out", str(out)]) == 0
+    return out
+
+
+def test_an_older_recipe_trains_as_it_did(anew: Path) -> None:
+    """Sample order and augmentation are the same, and so are the metrics."""
+    old, new = ((run / "logs" / "rank-0.samples.jsonl").read_text().splitlines() for run in (OLDER, anew))
+    for before, now in zip(map(json.loads, old), map(json.loads, new), strict=False):
+        assert (before.keys(), before["samples"]) == (now.keys(), now["samples"])
+        assert before["transforms"].keys() == now["transforms"].keys()
+        for name, rows in before["transforms"].items():
+            np.testing.assert_allclose(now["transforms"][name], rows, atol=1e-6, err_msg=name)
+    for before, now in zip(metrics(OLDER), metrics(anew), strict=False):
+        for key in ("step", "learning_rate", "train_loss", "valid_loss"):
+            assert now[key] == pytest.approx(before[key], rel=1e-3), key
+
+
+def test_an_older_checkpoint_is_continued(anew: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(OLDER, tmp_path / "run")
+    assert resume(tmp_path / "run") == 0
+    output = capsys.readouterr().out
+    assert "resumed after epoch 3, step 0" in output
+    assert "changed" not in output
+    torch.testing.assert_close(weights(tmp_path / "run"), weights(anew), rtol=0, atol=1e-3)

@@ -91,6 +91,12 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, object], message: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("decode", ["auto", "before"])
+def test_keys_of_older_recipes_are_ignored_where_they_change_nothing(decode: str) -> None:
+    older = {"exact_sums": False, "data.decode": decode, "augment.start_size": 0, "data.resize": "stretch"}
+    assert BASE.override(older) == BASE
+
+
 @pytest.mark.parametrize("changes", [{"epochs": 77}, {"max_steps": 5}, {"batch_size": 7}, {"schedule.name": "step"}])
 def test_another_length_resets_its_corrections(changes: dict[str, object]) -> None:
     corrected = BASE.override({"schedule.corrections": "204:1171 409:1290"})

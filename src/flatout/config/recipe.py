@@ -22,11 +22,11 @@ OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 MAX_CHANNELS, MAX_IMAGE_SIZE = 1024, 8192
 ImageSize = Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
 SizeOrZero = Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"]
-# Keys of earlier versions: the neutral value, and the replacement of others.
+# Keys of earlier versions: the values that are ignored, and what replaced the others.
 REMOVED = {
-    "data.decode": ("before", "images are decoded before training"),
-    "augment.start_size": (0, "all epochs train on images of image_size"),
-    "exact_sums": (False, "weights on several devices agree up to floating-point summation order"),
+    "data.decode": (("auto", "before"), "images are decoded before training"),
+    "augment.start_size": ((0,), "all epochs train on images of image_size"),
+    "exact_sums": ((False,), "weights on several devices agree up to floating-point summation order"),
 }
 # Keys that survive a change of the optimizer's name.
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
@@ -413,8 +413,8 @@ def _build(cls: type[T], table: Mapping[str, object], prefix: str = "") -> T:
     for name, value in table.items():
         key = prefix + name
         if key in REMOVED:
-            default, reason = REMOVED[key]
-            if value != default:
+            ignored, reason = REMOVED[key]
+            if value not in ignored:
                 raise InputError(f"{key} = {value!r}: is no longer available; {reason}")
             continue
         if name not in hints:

@@ -146,7 +146,7 @@ def to_plain(progress: Progress) -> JsonObject:
 
 
 def from_plain(fields: dict[str, Any]) -> Progress:
-    """Return the progress that `to_plain` wrote."""
+    """Return the progress that `to_plain` wrote; older checkpoints have no `head`."""
     history = [EpochRecord.from_plain(line) for line in fields["history"]]
-    head = fields["head"] and EpochRecord.from_plain(fields["head"])
+    head = EpochRecord.from_plain(fields["head"]) if fields.get("head") else None
     return Progress(**{**fields, "history": history, "head": head, "counts": Counts(**fields["counts"])})

@@ -237,7 +237,7 @@ class Checkpoint:
                 f"--resume: the run was trained on the classes {', '.join(self.data['classes'])}, but the data has "
                 f"{', '.join(data['classes'])}: restore the data, or start a new run"
             )
-        if changed := [name for name, value in data.items() if self.data.get(name) != value]:
+        if changed := [name for name, value in data.items() if self.data.get(name, value) != value]:
             report(f"the data has changed since the run began: {', '.join(changed)} differ")
 
 
