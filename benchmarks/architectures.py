@@ -52,7 +52,7 @@ from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import load_exactly, read_weights, save_tensors
-from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.loop import LoopHooks, TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
@@ -200,7 +200,7 @@ def trained_logits(model: nn.Module, recipe: Recipe, samples: Split) -> np.ndarr
     engine = engine_of(model, recipe)
     placed = engine.place(samples)
     placed.compile()
-    run_loop(engine, World(), recipe, {"train": placed}, Progress(), LoopHooks())
+    TrainingLoop(engine, World(), recipe, {"train": placed}, Progress(), LoopHooks()).run()
     logits = placed.evaluate(with_logits=True).logits
     engine.close()
     assert logits is not None

@@ -23,7 +23,7 @@ from flatout.distributed.world import World
 from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
-from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.loop import LoopHooks, TrainingLoop
 from flatout.train.progress import EpochRecord, Progress
 from flatout.utils.console import Console
 
@@ -53,7 +53,7 @@ def run(
     engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     progress = Progress()
-    run_loop(engine, World(), recipe, placed, progress, SILENT)
+    TrainingLoop(engine, World(), recipe, placed, progress, SILENT).run()
     return progress.history
 
 

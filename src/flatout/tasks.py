@@ -482,7 +482,8 @@ class MultiLabel(Task):
         return [column for column in columns if len(np.unique(column[1])) == 2]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> JsonObject:
-        best = [i for i in np.argsort(-row, kind="stable") if self.decided(row)[i]]
+        decided = self.decided(row)
+        best = [i for i in np.argsort(-row, kind="stable") if decided[i]]
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
@@ -639,8 +640,8 @@ def describe_metrics(split: str, figures: JsonObject) -> str:
     return f"{split} {TASKS[figures['task']].description.format(**_of(split, figures))}"
 
 
-def with_task(recipe: Recipe, name: str) -> Recipe:
-    """Return a recipe with the task of the data, and that task's loss in place of a default loss."""
+def with_task(recipe: Recipe, name: str, note: Callable[[str], None] = lambda sentence: None) -> Recipe:
+    """Return a recipe with the task of the data, and that task's loss in place of a default loss, which is noted."""
     task = TASKS[name]
     if recipe.task not in ("auto", name):
         raise InputError(f"task = {recipe.task!r}: the labels of the data are {name}; set task = {name!r}")
@@ -651,4 +652,6 @@ def with_task(recipe: Recipe, name: str) -> Recipe:
     for key, (value, reason) in task.only.items():
         if flat[key] != value:
             raise InputError(f"{key} = {flat[key]!r}: {reason}; a {name} task needs {key} = {value!r}")
+    if loss != recipe.loss:
+        note(f"loss = {loss}: the labels are {name}")
     return recipe.override({"task": name, "loss": loss})

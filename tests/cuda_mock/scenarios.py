@@ -33,7 +33,7 @@ from flatout.engine.torch.batches import Step
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.errors import RankLost
 from tests.cuda_mock import device, plain
@@ -269,7 +269,7 @@ def _state(net: nn.Module, recipe: Recipe, *, count: int = COUNT, world: World |
             if recipe.loss == "binary-cross-entropy":
                 samples.labels[:] %= 2
             split = engine.place(samples)
-            run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+            TrainingLoop(engine, world, recipe, {"train": split}, Progress(), SILENT).run()
             return engine.state(), notes
         finally:
             engine.close()
@@ -323,9 +323,9 @@ def recorded_anew() -> dict[str, Any]:
             engine = TorchEngine(norm_net(), recipe, world=world, report=notes.append)
             for count in (COUNT, COUNT + BATCH):
                 split = engine.place(make_samples(count, classes=CLASSES))
-                run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+                TrainingLoop(engine, world, recipe, {"train": split}, Progress(), SILENT).run()
                 engine.load_state(engine.state())
-                run_loop(engine, world, recipe, {"train": split}, Progress(), SILENT)
+                TrainingLoop(engine, world, recipe, {"train": split}, Progress(), SILENT).run()
             states.append(engine.state())
             engine.close()
     return {"notes": notes, "different": _different(*states)}

@@ -10,7 +10,7 @@ from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.loop import LoopHooks, TrainingLoop
 from flatout.train.progress import Progress
 
 SIMULATED = 8
@@ -36,5 +36,5 @@ def train(
     """Train an engine on samples from `progress` on; return them as the engine has placed them."""
     placed = engine.place(samples)
     placed.compile()
-    run_loop(engine, world or World(), recipe, {"train": placed}, progress or Progress(), LoopHooks())
+    TrainingLoop(engine, world or World(), recipe, {"train": placed}, progress or Progress(), LoopHooks()).run()
     return placed

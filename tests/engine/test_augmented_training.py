@@ -106,7 +106,10 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
     with torch.no_grad():
         right = int((net.eval()(normalised(samples, recipe)).argmax(1) == torch.from_numpy(samples.labels)).sum())
 
-    first, second = (make_engine(engine, norm_net(), recipe) for _ in range(2))
+    nets = [norm_net(), norm_net()]
+    for net in nets:
+        net.register_buffer("passing", torch.zeros(3), persistent=False)
+    first, second = (make_engine(engine, net, recipe) for net in nets)
     progress = Progress()
     train(first, recipe.override({"epochs": 1}), samples, progress=progress)
     second.load_state(first.state())

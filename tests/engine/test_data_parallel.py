@@ -14,7 +14,7 @@ from torch.nn import functional
 from flatout.config import Recipe
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from tests.engine.odd_nets import (
     Chooses,
@@ -75,6 +75,8 @@ CASES = {
     "mixed types": Case(net=MixedTypes),
     "half first": Case(net=HalfFirst, recipe={"batch_size": 331}, count=700),
     "own buffers": Case(net=OwnBuffers),
+    "own buffers, averaged": Case(net=OwnBuffers, recipe={"ema": 0.9}),
+    "more micro-batches than samples of a rank": Case(net=Shared, recipe={"batch_size": 4, "micro_batch": 1}),
     "several buckets": Case(
         net=large_net, recipe={"optimizer.lr": 0.001}, optimizer=partial(torch.optim.SGD, lr=0.001)
     ),
@@ -102,9 +104,9 @@ def train_case(world: World, case: Case) -> Trained:
         net, recipe, world=world, class_weights=None if weights is None else np.array(weights, np.float32)
     )
     progress = Progress()
-    run_loop(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT)
+    TrainingLoop(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT).run()
     held = engine.snapshot(weights_only=True).tensors
-    state = {name.removeprefix("model."): value for name, value in held.items()}
+    state = {name.removeprefix("model."): value for name, value in held.items() if name.startswith("model.")}
     engine.close()
     record = progress.history[0]
     parameters = [p.detach().clone() for p in net.parameters()]
@@ -154,7 +156,7 @@ def drop(world: World) -> list[torch.Tensor]:
     """Return what was dropped in three steps."""
     net = ShowsDropout()
     engine, samples = TorchEngine(net, make_recipe(epochs=1, batch_size=24), world=world), make_samples()
-    run_loop(engine, world, engine.recipe, {"train": engine.place(samples)}, Progress(), SILENT)
+    TrainingLoop(engine, world, engine.recipe, {"train": engine.place(samples)}, Progress(), SILENT).run()
     engine.close()
     return net.dropped
 

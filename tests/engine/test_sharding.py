@@ -17,7 +17,7 @@ from flatout.config import Recipe
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.engine.torch.fsdp import shard
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 from tests.engine.plain_loop import plain_loop
@@ -59,7 +59,7 @@ def train_all(world: World, saved: dict[str, Any] | None) -> dict[str, Any]:
             engine.load_state(state)
         placed = engine.place(make_samples())
         shorter = engine.recipe.override({"epochs": 2 if saved else 1})
-        run_loop(engine, world, shorter, {"train": placed, "valid": placed}, progress, SILENT)
+        TrainingLoop(engine, world, shorter, {"train": placed, "valid": placed}, progress, SILENT).run()
         found[name] = engine.state(), progress
         engine.close()
     return found

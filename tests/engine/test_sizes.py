@@ -11,7 +11,7 @@ from torch import nn
 import flatout
 from flatout.distributed.world import World
 from flatout.models.weights import read_weights
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
@@ -42,7 +42,7 @@ def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     made = make_engine(engine, pooled_net(), recipe)
     placed = made.place(samples)
     placed.compile()
-    run_loop(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    TrainingLoop(made, World(), recipe, {"train": placed}, Progress(), SILENT).run()
     found, state = placed.evaluate(with_probabilities=True).probabilities, made.state()
     made.close()
     assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, net.state_dict())

@@ -14,7 +14,7 @@ from flatout.data.batches import training_batches
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.xla.program import DeviceBatch
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine, train
@@ -156,9 +156,9 @@ def test_nothing_is_compiled_after_the_first_epoch(request: pytest.FixtureReques
     before = sum("backend_compile" in event for event in compilations)
     assert before > 0
     splits = {"train": placed, "valid": placed}
-    run_loop(engine, World(), recipe, splits, Progress(), SILENT)
+    TrainingLoop(engine, World(), recipe, splits, Progress(), SILENT).run()
     first = sum("backend_compile" in event for event in compilations)
-    run_loop(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT)
+    TrainingLoop(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT).run()
     engine.state()
     # The evaluation was compiled in the first epoch, and the search for numbers that are not finite.
     assert first - before <= 2

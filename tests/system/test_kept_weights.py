@@ -13,7 +13,7 @@ from flatout.config import from_dict
 from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.loop import LoopHooks, TrainingLoop
 from flatout.train.progress import EpochRecord, Progress
 from flatout.utils.run_files import read_run
 from tests.conftest import Command
@@ -76,6 +76,16 @@ def test_early_stopping_and_plateau(tmp_path: Path) -> None:
     lines = metrics(out)
     assert figures["best_epoch"] == max(lines, key=lambda r: (r["valid_accuracy"], -r["valid_loss"]))["epoch"]
     assert lines[-1]["learning_rate"] < lines[0]["learning_rate"]
+    # As after a kill between the last epoch and the report.
+    assert main(["train", "--resume", "--out", str(out), "--devices", "cpu"]) == 0
+    assert (metrics(out), summary(out)["stopped"]) == (lines, figures["stopped"])
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_has_trained_all_its_epochs_was_not_stopped(tmp_path: Path) -> None:
+    worse = Scripted(answers([0, 0, 0], [1, 1, 2]))
+    run = fit_scripted(worse, tmp_path / "run", early_stopping=1, class_weights="none")
+    assert (run.summary["epochs_trained"], run.summary["best_epoch"], run.summary["stopped"]) == (2, 1, None)
 
 
 @pytest.mark.parametrize(("head", "accuracy", "kept"), [(0.8, 0.9, 2), (0.91, 0.9, 1), (0.8, 0.825, 1)])
@@ -94,7 +104,7 @@ def test_after_a_fitted_head_a_lower_loss_counts_within_a_standard_error(
     placed = {name: engine.place(samples) for name in ("train", "valid")}
     placed["train"].compile()
     progress = Progress(head=record_of_head(head))
-    run_loop(engine, World(), recipe, placed, progress, LoopHooks())
+    TrainingLoop(engine, World(), recipe, placed, progress, LoopHooks()).run()
     assert [line.metrics["valid_accuracy"] for line in progress.history] == pytest.approx([0.925, accuracy])
     assert progress.history[1].metrics["valid_loss"] < progress.history[0].metrics["valid_loss"]
     assert progress.best_epoch == kept

@@ -83,7 +83,7 @@ def fit(
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
             `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
             On the torch engine, `loss` may also be a loss of torch or another function of logits and targets that
-            returns a loss for each image, [B].
+            returns a loss for each image, [B]. `label_smoothing`, and `class_weights` of several labels, are up to it.
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.

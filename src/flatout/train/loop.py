@@ -54,23 +54,13 @@ class LoopHooks:
         return ""
 
 
-def run_loop(
-    engine: Engine,
-    world: World,
-    recipe: Recipe,
-    splits: Mapping[str, DeviceDataset],
-    progress: Progress,
-    hooks: LoopHooks,
-) -> str:
-    """Train on the placed splits from `progress` on; return the reason of an early end, or "".
+@dataclass
+class TrainingLoop:
+    """Trains on the placed splits from `progress` on.
 
     `progress` is updated: it matches the engine's state after every step, also when `Stopped` is raised.
     """
-    return _Loop(engine, world, recipe, splits, progress, hooks).run()
 
-
-@dataclass
-class _Loop:
     engine: Engine
     world: World
     recipe: Recipe
@@ -85,26 +75,30 @@ class _Loop:
         self._batches_of = Ahead(lambda epoch: epoch_batches(recipe, samples, epoch))
 
     def run(self) -> str:
+        """Train all epochs that are left; return the reason of an early end, or ""."""
         progress = self.progress
         # A run that was stopped in the evaluation of its last epoch resumes with that evaluation.
         while self._steps_left > 0 or (self._steps_left == 0 and progress.step):
-            try:
-                if self._steps_left:
-                    self._train_epoch()
-            except Stopped:
-                progress.counts += self.engine.counts()[0]  # of the steps before an interrupted wait for images
-                raise
-            # All ranks use rank 0's times and choices.
-            record = self.world.broadcast_object(self._finish_epoch())
+            # Before an epoch, not after it: a run that is killed after its last epoch ends here when it is resumed.
+            if reason := self._early_stop():
+                return reason
+            if self._steps_left:
+                self._train_epoch()
             if not self.engine.is_finite():
-                raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
-            progress.history.append(record)
+                raise TrainingFailed(f"training diverged in epoch {progress.epoch + 1}: a weight is not finite{FIX}")
+            # All ranks use rank 0's times and choices.
+            progress.history.append(self.world.broadcast_object(self._finish_epoch()))
             if ended := self.hooks.epoch(is_best=self._choose_best()):
                 return ended
-            waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
-            if patience and "valid_loss" in record.metrics and waited >= patience:
-                return f"early stopping: no better validation result in {waited} epochs"
         return ""
+
+    def _early_stop(self) -> str:
+        progress, patience = self.progress, self.recipe.early_stopping
+        waited = progress.epoch - progress.best_epoch
+        has_result = bool(progress.history) and "valid_loss" in progress.history[-1].metrics
+        if not patience or progress.step or not has_result or waited < patience:
+            return ""
+        return f"early stopping: no better validation result in {waited} epochs"
 
     @property
     def _steps_left(self) -> int:

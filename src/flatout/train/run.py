@@ -42,7 +42,7 @@ from flatout.train.callbacks import CallbackRunner
 from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
 from flatout.train.head import ENOUGH, HeadStage, fit_to_features
-from flatout.train.loop import run_loop
+from flatout.train.loop import TrainingLoop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.progress import Progress
 from flatout.train.recipes import resolve
@@ -188,7 +188,7 @@ def prepare_host(
                     folders.write_devices(run_dir, request.options.devices)
         prepared_at = time.time()
         pack = pack_of_host(request, alone, log)
-        recipe = with_task(request.recipe, pack.task)
+        recipe = with_task(request.recipe, pack.task, log.note)
         yield replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at), pack
 
 
@@ -325,7 +325,7 @@ def run_epochs(
     monitor = Monitor(context, progress, budget, callbacks)
     reason, failure = "", None
     try:
-        reason = run_loop(context.engine, context.world, recipe, context.datasets, progress, monitor)
+        reason = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
     except TrainingFailed as error:
@@ -411,9 +411,7 @@ def resolve_auto_values(
     if not recipe.data.mean:
         mean, std = measure(splits["train"])
         recipe = recipe.override({"data.mean": mean, "data.std": std})
-    before, recipe = recipe.loss, with_task(recipe, pack.task)
-    if recipe.loss != before:
-        log.note(f"loss = {recipe.loss}: the labels are {pack.task}")
+    recipe = with_task(recipe, pack.task, log.note)
     if pack.task == "regression" and not recipe.data.label_std:
         label_mean, label_std = statistics(splits["train"].labels)
         recipe = recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
@@ -525,11 +523,10 @@ def start_engine(
             chosen, operations = found
             reason = f"{operations / 1e6:,.1f} million multiply-adds per image"
         else:
-
-            def quiet(one: Recipe) -> Engine:
-                return make(copy.deepcopy(model), one, report=lambda sentence: None)
-
-            chosen, reason = fastest_precision(quiet, splits["train"], recipe, world, formats)
+            silent = functools.partial(make, report=lambda sentence: None)
+            chosen, reason = fastest_precision(
+                lambda one: silent(copy.deepcopy(model), one), splits["train"], recipe, world, formats
+            )
         log.note(f"precision = {chosen}: {reason}")
         recipe = recipe.override({"precision": chosen})
     if recipe.tune == "auto" and continued:

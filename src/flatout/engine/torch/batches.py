@@ -48,6 +48,10 @@ class DeviceBatch(_Share):
         if count == 1:
             return self
         chosen = part(len(self.batch.samples), number, count)
+        if chosen.start == chosen.stop:
+            # Another rank's share has one sample more: one of weight 0 stands for it.
+            first = self.micro_batch(0, count)
+            return replace(first, batch=replace(first.batch, count=0), weights=torch.zeros_like(first.weights))
         return replace(
             self,
             batch=self.batch.part(number, count),

@@ -496,7 +496,8 @@ class TorchEngine:
             return
         buffers = list(self.model.buffers())
         if self._average:
-            buffers += [self._average.tensors[f"ema.{name}"] for name, _ in self.model.named_buffers()]
+            averages, names = self._average.tensors, [f"ema.{name}" for name, _ in self.model.named_buffers()]
+            buffers += [averages[name] for name in names if name in averages]  # without those that are not saved
         if self.recipe.norm == "per-device":
             for buffer in (b for b in buffers if b.is_floating_point()):
                 buffer.copy_(self.world.all_reduce(buffer / self.world.size))

@@ -216,7 +216,11 @@ class XlaEngine:
             raise InputError(f"the checkpoint does not fit the model: {error}") from None
         fresh = self.program.initial_state()
         if fresh.average is not None and "ema_steps" in state:
-            parts: list[Any] = [{n: to_array(state[f"ema.{n}"]) for n in part} for part in fresh.average[1:]]
+            saved = {n.removeprefix("ema."): t for n, t in state.items() if n.startswith("ema.")}
+            parts: list[Any] = [
+                {n: to_array(saved[n]) if n in saved else value for n, value in part.items()}
+                for part in fresh.average[1:]
+            ]
             fresh = fresh._replace(average=Average(to_array(state["ema_steps"]), *parts))
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
         self._put_state(fresh._replace(optimizer=from_torch(fresh.optimizer, kept)))
