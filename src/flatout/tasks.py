@@ -587,7 +587,7 @@ class Regression(Task):
         return None
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        return np.argsort(-np.abs(np.nan_to_num(predicted - labels)), kind="stable")
+        return np.argsort(-np.nan_to_num(np.abs(predicted - labels), nan=np.inf), kind="stable")
 
 
 def statistics(labels: np.ndarray) -> tuple[float, float]:

@@ -63,6 +63,9 @@ def test_columns_of_splits_and_of_flags_as_fastai_has_it(folder: Path):
     assert pairs(source) == [("1.png", "dog"), ("2.png", "cat"), ("3.png", "dog"), ("0.png", "cat")]
     source = read(folder, "fname,label,is_valid\n0.png,cat,False\n1.png,dog,False\n2.png,cat,True\n")
     assert source.splits == {"train": (0, 2), "valid": (2, 3)}
+    # Also of a folder's only list.
+    (folder / "list.csv").rename(folder / "train.csv")
+    assert recognise(folder).read().splits == {"train": (0, 2), "valid": (2, 3)}
 
 
 def test_a_file_for_each_split(folder: Path):
@@ -86,6 +89,8 @@ def test_kaggle(folder: Path):
     source = recognise(folder).read()
     assert pairs(source) == EXPECTED
     assert source.notes[0].startswith("there is no test split: ")
+    named = recognise(folder, Data(label_column="diagnosis")).read()
+    assert (pairs(named), named.notes[0][:24]) == (EXPECTED, "there is no test split: ")
 
 
 def test_columns_and_the_folder_of_images_can_be_named(folder: Path):

@@ -141,6 +141,15 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
     fails("must return logits", Net(5), data)
     fails("int", Net(), 3)
     fails("no job and no data")
+    fails("resume needs out", Net(), data, resume=True)
+    fails(
+        "transform: is never called, as only the head is fitted",
+        Net(),
+        data,
+        epochs=0,
+        linear_probe=True,
+        transform=torch.nn.Identity(),
+    )
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
     fails(r"validation_data: data has validation images", Net(), {"train": data, "valid": data}, validation_data=data)
     assert not (tmp_path / "runs").exists()

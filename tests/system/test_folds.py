@@ -190,6 +190,25 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])
 
 
+class Ends(flatout.Callback):
+    def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> bool:
+        return epoch == 2
+
+
+def ones(labels: np.ndarray, predicted: np.ndarray) -> float:
+    return float((predicted == 1).mean())
+
+
+def test_functions_and_callbacks_apply_to_all_folds(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 4, "callbacks": [Ends()], "metrics": [ones]}
+    run = fit(tmp_path / "run", squares(), **options)
+    assert run.summary["mean"]["valid_ones"] == pytest.approx(run.summary["valid_ones"], abs=0.05)
+    # What a callback has ended is finished.
+    assert [
+        fold["epochs_trained"] for fold in fit(tmp_path / "run", squares(), **options, resume=True).summary["folds"]
+    ] == [2] * 3
+
+
 def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(flatout.TrainingFailed, match=r"^fold 1: training diverged"):
         fit(tmp_path / "run", squares(), lr=1e30)

@@ -17,6 +17,7 @@ from flatout.analysis.tpu import CompiledStep, Topology, estimate_row, needed_by
 from flatout.config.jobs import load_job
 from flatout.models.build import build_model
 from flatout.utils.console import Console
+from flatout.utils.errors import InputError
 from tests.conftest import Command
 from tests.system.run_files import write_class_folders
 
@@ -85,8 +86,9 @@ def test_a_short_last_batch_counts_unless_it_is_dropped() -> None:
     kept = make_work(1000, images=2500, epochs=2)
     dropped = make_work(1000, images=2500, epochs=2, drop_last=True)
     small = make_work(1000, images=300, epochs=1)
-    assert [(w.batch, w.steps_per_epoch, w.images_trained) for w in (kept, dropped, small)] == [
-        *((1000, 3, 5000), (1000, 2, 4000), (300, 1, 300))
+    short = make_work(1000, images=2500, epochs=2, max_steps=4)
+    assert [(w.batch, w.images_per_epoch, w.steps) for w in (kept, dropped, small, short)] == [
+        *((1000, 2500, 6), (1000, 2000, 4), (300, 300, 1), (1000, 2500, 4))
     ]
 
 
@@ -111,6 +113,8 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
     assert found("caltech101", str(shared_data / "caltech101")) == (2848, 101, "caltech-cnn")
     # 1,797 digits, a fifth of them set aside for testing and a tenth for validation.
     assert found("digits") == (1258, 10, "parallel-cnn")
+    with pytest.raises(InputError, match=r"data\.folds = 3: flatout plan estimates single runs"):
+        find_work("digits", None, {"data.folds": 3}, None, None, console=Console(None))
     recipe = tmp_path / "mine.toml"
     recipe.write_text('model = "vgg16"\nimage_size = 64\nepochs = 2\nbatch_size = 16\n')
     assert found(str(recipe), images=500, classes=7) == (500, 7, "vgg16")

@@ -57,6 +57,17 @@ def test_a_stopped_run_is_usable_and_resumes_bit_for_bit(
     assert_same(whole, out)
 
 
+def test_a_run_that_is_stopped_after_it_was_finished_has_no_predictions_of_earlier_weights(
+    data: Path, tmp_path: Path
+) -> None:
+    constant, out = ["--set", "schedule.name=constant"], tmp_path / "run"
+    assert main(command(data, out, *constant, "--epochs", "1")) == 0
+    assert (out / "predictions.npz").is_file()
+    with at_image(112, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert resume(out, "--epochs", "2") == 128 + signal.SIGTERM
+    assert not (out / "predictions.npz").exists()
+
+
 class Stopping(nn.Module):
     """A net with a frozen layer that sends its process a signal in a batch of a pass without gradients."""
 

@@ -141,10 +141,15 @@ def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     (tmp_path / "downloads").mkdir()
     (tmp_path / "downloads" / "photos.zip").write_bytes(bytes(2_000_000))
+    mine = [tmp_path / "photos" / "1.jpg", tmp_path / "weights" / "resnet50.safetensors"]
+    for file in mine:
+        file.parent.mkdir()
+        file.touch()
     assert "2.0 MB" in command("cache")
     assert [entry["bytes"] for entry in json.loads(command("cache", "--json"))["entries"]] == [2_000_000]
     assert "in 1 entries removed" in command("cache", "--clear")
     assert not list((tmp_path / "downloads").iterdir())
+    assert all(file.is_file() for file in mine)
 
 
 REFUSED_AT_ONCE = {

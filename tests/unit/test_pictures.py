@@ -55,7 +55,7 @@ def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: i
     classes = [f"a rather long name {i}" for i in range(count)]
     path = tmp_path / "c.png"
     for right, step in ((True, 0), (False, 1)):
-        pictures.draw_confusion(path, np.roll(np.eye(count, dtype=int), step, axis=1) * 5, classes)
+        pictures.draw_confusion(path, np.roll(np.eye(count, dtype=int), step, axis=1) * 5, classes, 5 * count)
         blue, red = blue_and_red(pixels(path))
         assert (blue > 500, red > 500) == (right, not right)
         assert min(blue, red) == 0

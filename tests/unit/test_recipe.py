@@ -91,6 +91,11 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, object], message: s
     assert "\n" not in str(caught.value)
 
 
+def test_whole_numbers_and_empty_lists_are_read_as_such() -> None:
+    assert type(BASE.override({"data.bits": 8.0}).data.bits) is int
+    assert BASE.override({"data.class_names": ""}).data.class_names == ()
+
+
 @pytest.mark.parametrize("decode", ["auto", "before"])
 def test_keys_of_older_recipes_are_ignored_where_they_change_nothing(decode: str) -> None:
     older = {"exact_sums": False, "data.decode": decode, "augment.start_size": 0, "data.resize": "stretch"}

@@ -1,6 +1,5 @@
 """The verdict on a run: what went wrong, and what to try."""
 
-import math
 from typing import Any
 
 import pytest
@@ -49,7 +48,9 @@ def loss_rose(split: str, losses: tuple[float, ...] = (0.40, 0.31, 0.28, 0.29, 0
         (TWO, {}, OVERFITTED, {}, "Overfitting: accuracy 0.990 in training, 0.800 on test images"),
         (TWO, {}, OVERFITTED, {}, "augment.shift"),
         (TWO, {}, RISING, {}, "still rising at the end, by 0.040 over the last 2 epochs: more than 4 epochs"),
-        (TWO, {}, [epoch_line(1), epoch_line(2, train_loss=math.nan)], {}, "diverged in epoch 2: the loss is not"),
+        (TWO, {"stopped": "failed: training diverged in epoch 2: the loss is not finite in step 3; try"}, lines(1), {},
+         "Training diverged in epoch 2: the loss is not finite in step 3. Try a lower learning rate than"),
+        (MANY, CHANCE, UNLEARNT, {"epochs": 0, "linear_probe": True}, "Only the head was fitted"),
         (TWO, {}, [epoch_line(1, train_loss=1.5), epoch_line(2, train_loss=0.69, valid_loss=0.69)], {},
          "its loss, 1.5, is far above that of guessing, 0.69"),
         (["a", "b", "c"], COUNTS, STEADY, {}, "1,200 training images of a, 30 of c"),

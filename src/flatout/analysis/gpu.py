@@ -287,12 +287,13 @@ def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, pr
     copying = image_bytes * work.batch / HOST_BYTES_PER_SECOND if is_copied else 0.0
     step = max(time.seconds, copying)
     images_per_second = work.batch / step
-    job = work.images_trained / images_per_second
+    epoch = work.images_per_epoch / images_per_second
+    job = epoch * work.steps / work.steps_per_epoch
     return {
         "gpu": name,
         "images_per_second": images_per_second,
         "step_seconds": step,
-        "epoch_seconds": job / work.recipe.epochs,
+        "epoch_seconds": epoch,
         "job_seconds": job,
         "cost": None if price is None else price * job / 3600,
         "memory_bytes": trace.peak_bytes,

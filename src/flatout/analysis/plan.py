@@ -54,9 +54,9 @@ class Work:
         return self.steps_per_epoch * self.batch if self.recipe.drop_last else self.images
 
     @property
-    def images_trained(self) -> int:
-        """Images trained in the whole job."""
-        return self.recipe.epochs * self.images_per_epoch
+    def steps(self) -> int:
+        """Steps of the whole job."""
+        return self.recipe.total_steps(self.steps_per_epoch)
 
 
 def plan(
@@ -151,6 +151,8 @@ def find_work(
     given = [name for name, value in (("images", images), ("classes", classes)) if value is not None]
     if given and about != "as given":
         about = f"{about}, but {' and '.join(given)} as given"
+    if recipe.data.folds:
+        raise InputError(f"data.folds = {recipe.data.folds}: flatout plan estimates single runs; leave it out")
     if not recipe.data.mean:
         # The values do not affect speed.
         recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})

@@ -249,6 +249,7 @@ def scale(
     }
     runs: list[JsonObject] = []
     ended: str | None = "stopped"
+    write_json(out / SCALING, {**head, "specs": [], "ended": ended})  # tells the board what the folder is
     try:
         for spec, choice in chosen.items():
             runs.append({"devices": spec, "kind": choice.kind, **_run(out, spec, console)})
@@ -317,7 +318,8 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 def _figures(folder: Path) -> JsonObject:
     """Return the compared figures of a run; those that were not measured are None."""
     run = Run(folder)
-    summary, epochs = run.summary, [line["seconds"] for line in run.epochs]
+    # Epoch 0 is a fitted head.
+    summary, epochs = run.summary, [line["seconds"] for line in run.epochs if line["epoch"]]
     split = "test" if summary["test_count"] else "valid"
     copied = (
         *("world_size", "threads_per_rank", "images_trained", "stopped", "runs_on", "images_per_second"),
@@ -327,7 +329,7 @@ def _figures(folder: Path) -> JsonObject:
     return {
         "folder": folder.name,
         **{key: summary.get(key) for key in copied},
-        "epoch_seconds": statistics.median(epochs[1:] or epochs),
+        "epoch_seconds": statistics.median(epochs[1:] or epochs) if epochs else None,
         "epoch_seconds_each": epochs,
         "split": split,
         **{name: summary.get(f"{split}_{name}") for name in ("accuracy", "correct", "count", "loss")},

@@ -29,7 +29,7 @@ from flatout.engine.xla.devices import require, require_compiler
 from flatout.models.build import build_model
 from flatout.tasks import task_of
 from flatout.utils.console import Console
-from flatout.utils.errors import InputError
+from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.host import installed
 from flatout.utils.run_files import JsonObject, write_json
 
@@ -180,7 +180,7 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
         "interconnect": sum(choice.message_seconds(c["kind"], c["bytes"], c["count"]) for c in step.collectives),
     }
     epoch = max(seconds.values()) * work.steps_per_epoch
-    job = work.recipe.epochs * epoch
+    job = max(seconds.values()) * work.steps
     return row | {
         "flops": step.flops,
         "bytes_accessed": step.memory_bytes,
@@ -217,8 +217,9 @@ def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[
             # The model before JAX is started, which takes seconds.
             step = _compile(model(), recipe, devices_of(topology), work.classes)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, asdict(step))
+            with contextlib.suppress(OSError, InputError, DiskFull):  # it only saves time
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, asdict(step))
         return step
 
     return compiled

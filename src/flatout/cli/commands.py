@@ -227,7 +227,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
     result = evaluate(run, args.data, **picked(args, "devices engine tta"), console=console)
-    name = "valid" if result["split"] == "valid" else "test"
+    name = result["split"] if result["split"] in ("valid", "train") else "test"
     how = ", with test-time augmentation" if result["tta"] else ""
     # The mean of several models' probabilities has no loss.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
@@ -343,8 +343,8 @@ def do_check(args: Namespace, console: Console) -> Output:
 
     if args.labels:
         return _check_labels(args, console)
-    only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
-    if given := [name for name in only_labels if getattr(args, name) is not None]:
+    only_labels = ("minutes", "job", "model", "epochs", "seed", "out", "devices", "engine")
+    if given := [name for name in only_labels if getattr(args, name) not in (None, "auto")]:
         raise InputError(f"--{given[0]} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)

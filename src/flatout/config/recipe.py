@@ -33,7 +33,7 @@ KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or affect only rounding.
 FREE_KEYS = (
     *("epochs", "max_steps", "schedule.corrections", "early_stopping", "log_every"),
-    *("micro_batch", "precision", "tune", "shard", "data.path", "data.placement"),
+    *("micro_batch", "precision", "tune", "shard", "data.path", "data.images", "data.classes", "data.placement"),
 )
 
 

@@ -47,7 +47,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value in args and not isinstance(value, bool):
-            return value
+            return args[args.index(value)]  # 8 for 8.0
         raise InputError(f"{key} = {value!r}: {nearest(str(value), map(str, args))}")
     if hint == Size:
         both = value if isinstance(value, list | tuple) else (value, value)
@@ -62,7 +62,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
         if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")]
+            value = [part.strip() for part in value.split(",")] if value else []
         values = value if isinstance(value, list | tuple) else [value]
         return tuple(typed(v, args[0], key) for v in values)
     if origin is dict:

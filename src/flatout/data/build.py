@@ -33,6 +33,8 @@ from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
 from flatout.data.pack import (
     DESCRIPTION,
     FORMAT_VERSION,
+    IMAGES,
+    LABELS,
     DamagedPack,
     Pack,
     PackSettings,
@@ -95,8 +97,11 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
     """Make a pack in a new folder."""
     if isinstance(data, DataSource) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
-    if folder.exists():
-        raise InputError(f"{folder}: exists; choose another --out, or delete it")
+    unfinished_before = folder.with_name(folder.name + ".partial")
+    is_ours = not {path.name for path in unfinished_before.glob("*")} - {IMAGES, LABELS, DESCRIPTION}
+    for path in (folder, *([] if is_ours else [unfinished_before])):
+        if path.exists():
+            raise InputError(f"{path}: exists; choose another --out, or delete it")
     return _build(data.read(), settings, folder, report)
 
 
@@ -144,7 +149,8 @@ def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, re
     if isinstance(data, DataSource):
         # Other versions may read the same files in another way.
         task = [] if data.task == "auto" else [data.task]
-        names = [path.name for path in data.inputs]
+        root = Path(data.path)
+        names = [str(path.relative_to(root) if root in path.parents else path.name) for path in data.inputs]
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest(chain(parts, digest_files(data.inputs, memo=memo, report=report)))
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
@@ -175,7 +181,8 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
     if isinstance(data, ImageDataset) and (files := data.files) and pack.skipped_rows:
         # The pack may have been made from the same files in another folder, or named in another way.
         pack = replace(pack, skipped={printable(files[row]): reason for row, reason in pack.skipped_rows.items()})
-    _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
+    count = len(pack.skipped_rows) or len(pack.skipped)
+    _judge(pack.skipped, count, len(pack.labels) + count, settings)
     return pack
 
 
@@ -232,7 +239,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
         )
         files = source.files or ()
         skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
-        _judge(skipped, len(source), settings)
+        _judge(skipped, len(bad), len(source), settings)
         kept = source.without(bad) if bad else source
         description = {
             "flatout_version": __version__,
@@ -283,11 +290,11 @@ def _fill(source: ImageDataset, form: dict[str, Any], highest: int, samples: ran
     return bad
 
 
-def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
-    """Refuse bad images (file -> reason) among `total`: all for "stop", more than `max_bad_share` for "skip"."""
+def _judge(skipped: dict[str, str], count: int, total: int, settings: PackSettings) -> None:
+    """Refuse `count` bad images of `total`, given as file -> reason: all for "stop", else more than `max_bad_share`."""
     lines = "\n".join(f"{file}: {reason}" for file, reason in skipped.items())
-    what = f"{len(skipped):,} of {total:,} images cannot be used"
+    what = f"{count:,} of {total:,} images cannot be used"
     if lines and settings.on_bad_image == "stop":
         raise InputError(f"{what}; repair or remove them, or leave them out with --on-bad-image skip:\n{lines}")
-    if len(skipped) / total > (allowed := settings.max_bad_share):
+    if count / total > (allowed := settings.max_bad_share):
         raise InputError(f"{what}, more than data.max_bad_share = {allowed} allows; repair them or raise it:\n{lines}")

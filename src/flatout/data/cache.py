@@ -31,6 +31,8 @@ _OWNER = ".owner"
 DOWNLOAD = ".download.json"
 UNPACKED = ".archive.json"
 _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
+_KINDS = (*_DESCRIPTIONS, "downloads")
+_OTHERS = ("digests", "plans", "xla")  # each one entry; anything else in the folder is the user's
 
 DIGEST_BYTES = 20
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
@@ -161,9 +163,8 @@ class Entry:
 def entries(folder: Path | None = None) -> list[Entry]:
     """List the cache, least recently used first."""
     folder = folder or cache_folder()
-    kinds = (*_DESCRIPTIONS, "downloads")
-    paths = [path for path in folder.glob("*") if path.name not in kinds]
-    paths += [path for kind in kinds for path in (folder / kind).glob("*") if path.suffix != ".lock"]
+    paths = [folder / name for name in _OTHERS]
+    paths += [path for kind in _KINDS for path in (folder / kind).glob("*") if path.suffix != ".lock"]
     found = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -212,10 +213,10 @@ def _entry(path: Path) -> Entry:
 def remove(path: Path) -> bool:
     """Remove an entry unless a process uses or makes it; return whether it was removed."""
     to_lock: list[Path] = []
-    if path.parent.name in _DESCRIPTIONS:
+    if path.parent.name in _KINDS:
         target = path.with_name(path.name.removesuffix(".partial"))
-        description = target / _DESCRIPTIONS[path.parent.name]
-        to_lock = [target.with_name(target.name + ".lock"), *([description] if description.is_file() else [])]
+        files = (target.with_name(target.name + ".lock"), target / _DESCRIPTIONS.get(path.parent.name, ""))
+        to_lock = [file for file in files if file.is_file()]
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for file in to_lock:
             if (descriptor := lock(file, wait=False)) is None:

@@ -43,8 +43,8 @@ DIGITS = "sklearn:digits"
 _EXPECTED = (
     "holds nothing that flatout recognises. It reads a folder for each class (or train/, valid/ and test/ with such "
     "folders in each), CSV files of file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, "
-    ".npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, packs, and a "
-    ".zip or .tar archive of one of these, given itself"
+    ".npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, a .zip or .tar "
+    "archive of one of these, given itself, and packs"
 )
 _NO_CLASSES = (
     "holds images but nothing that names their classes; sort them into a folder for each class, or list them in a CSV "
@@ -138,6 +138,8 @@ class _ArchiveReader:
             root = inside[0]
         if options.images:
             options = replace(options, images=str(root / options.images))
+        if (root / DESCRIPTION).is_file():
+            raise InputError(f"{self.path}: holds a pack; unpack it, and give its folder")
         try:
             found = _recognise_format(root, self.class_list or find_class_list("", root), options)
             if found is None:

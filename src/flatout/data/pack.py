@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -243,6 +244,10 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         )
     except InputError:
         raise
+    except OSError as error:
+        if error.errno in (None, errno.ENOENT):
+            raise DamagedPack(file, first_line(error)) from None
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
         raise DamagedPack(file, first_line(error)) from None
 

@@ -1,5 +1,6 @@
 """The ranks and hosts of a run, defined by environment variables (torchrun, Slurm, Kubernetes, Ray) and flags."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -87,8 +88,8 @@ class Hosts:
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9]+(:[0-9]+)?", self.nodes) or not 1 <= self.least <= self.most:
             raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
-        if not self.timeout > 0:
-            raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
+        if not 0 < self.timeout < math.inf:
+            raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be a number of seconds, more than 0")
         has_address = re.fullmatch(".+:[0-9]+", self.rendezvous) and 0 < self.address[1] < 65536
         if self.most > 1 and not has_address:
             raise InputError(

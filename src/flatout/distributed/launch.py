@@ -303,7 +303,7 @@ class _Launch:
             advice = " A smaller batch_size or more devices need less memory on each."
         elif cause.kind == "crash":
             reason = f"failed {position}: {cause.value}"
-        elif hung := _HUNG.search(text):
+        elif cause.exit_code == 1 and (hung := _HUNG.search(text)):  # the log of a resumed run has earlier ones
             reason = f"made no progress for {hung[1]} {position} (--hang-timeout)"
         elif waited:
             reason = f"did not answer {position} and was killed ({waited[0]})"

@@ -182,9 +182,12 @@ def main() -> int:
     global _watch
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     output = folder / f"output-{local_rank}"
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream.fileno())
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(descriptor, number)
+        if getattr(sys, name) is None:  # closed by the user, as by `>&-`
+            setattr(sys, name, os.fdopen(number, "w"))
+        getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
     # Only of the crashed thread: the stacks of all would hide the last lines of the log.
     faulthandler.enable(all_threads=False)
     launcher, call, has_display, has_bar, lines = pickle.loads((folder / "payload").read_bytes())

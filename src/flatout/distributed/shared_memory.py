@@ -120,7 +120,10 @@ class SharedMemory:
             for connection in self._peers.values():
                 socket.send_fds(connection, [b"m"], [file])
         else:
-            _, (file, *_), _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            _, files, _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            if not files:
+                raise _lost(0)
+            file = files[0]
         try:
             return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
         finally:

@@ -22,7 +22,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
 from flatout.distributed.rank import PeerSilent, current_watch
 from flatout.distributed.shared_memory import Bucket, SharedMemory
-from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, first_line
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, first_line, is_out_of_memory
 
 Value = TypeVar("Value")
 
@@ -299,7 +299,7 @@ class World:
             try:
                 yield
             except (dist.DistError, RuntimeError) as error:
-                if isinstance(error, TrainingFailed):
+                if isinstance(error, TrainingFailed) or is_out_of_memory(error):
                     raise
                 seconds = time.monotonic() - began
                 if seconds >= self.timeout:

@@ -81,7 +81,7 @@ def _evaluate(
             )
             results.append(found)
             names = built.device_names
-    name = "valid" if split == "valid" else "test"
+    name = split if split in ("valid", "train") else "test"
     loss, result = _joined([one.of_task(run.task) for one in results], own_parts=not other and split == "valid")
     figures = {"loss": loss, **result.metrics, "count": len(result.labels)}
     return {
@@ -119,9 +119,9 @@ def labelled(
 
 
 def held_out(run: "Run", pack: Pack, labels: np.ndarray, *, other: bool) -> tuple[str, Split]:
-    """Return name and samples of the split that evaluates a run: test, else validation, else "all".
+    """Return name and samples of the split that evaluates a run: test, else validation, else train.
 
-    `labels` and `other` are those of `labelled`: other data has only its own splits.
+    `labels` and `other` are those of `labelled`: other data has only its own splits, or is one, "all".
     """
     split, rows = "all", np.arange(len(labels))
     if not other or len(pack.splits) > 1:

@@ -261,10 +261,20 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any]) -> None:
 _MAX_ROWS = 100  # classes in the table
 
 
+def _training(summary: JsonObject, epochs: int) -> str:
+    seconds, times = summary.get("train_seconds") or 0, summary.get("time_seconds") or {}
+    if folds := summary.get("folds"):
+        return f"{len(folds)} folds, {counted(epochs, 'epoch')} each, {duration(seconds)}"
+    if not epochs:
+        return f"a head on the network's features, {duration(sum(times.get(key) or 0 for key in ('features', 'head')))}"
+    return f"{counted(summary.get('epochs_trained') or 0, 'epoch')}, {duration(seconds)}"
+
+
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
-    split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
+    metric = run.task.metric_names[0]
+    split = next((name for name in ("test", "valid") if summary.get(f"{name}_{metric}") is not None), "")
     result = "it has not been tested"
     if split:
         result = describe_metrics(split, summary).replace("valid ", "validation ", 1)
@@ -274,7 +284,7 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         "network": f"{recipe.model}, {summary.get('parameters') or 0:,} parameters",
         "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
         "data": recipe.data.path or recipe.job or "images given in Python",
-        "training": f"{summary.get('epochs_trained') or 0} epochs, {duration(summary.get('train_seconds') or 0)}",
+        "training": _training(summary, recipe.epochs),
         "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
     }
     rows, model = summary.get("per_class") or [], recipe.model

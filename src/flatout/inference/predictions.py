@@ -63,7 +63,8 @@ def write_predictions(
     assert probabilities is not None
     grid = np.sort(permutation(recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
-    worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
+    losses = np.nan_to_num(task.losses_of(probabilities.astype(np.float64), labels), nan=np.inf)
+    worst = np.argsort(-losses, kind="stable")[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
     images = samples.images_at(sample)
     predicted = task.decided(result.predicted)

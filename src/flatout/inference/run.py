@@ -82,7 +82,8 @@ class Run:
 
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
-        values = (self.summary.get(f"{split}_{name}") for split in ("test", "valid"))
+        summary = read_summary(self.path, {})  # a run that was killed while it was written has none
+        values = (summary.get(f"{split}_{name}") for split in ("test", "valid"))
         shown = next((f"{value:.4f}" for value in values if value is not None), None)
         return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={shown})"
 
@@ -297,6 +298,8 @@ class Run:
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
         report = self.path / REPORT
+        if not report.is_file():
+            raise InputError(f"{report}: there is no report; flatout report {self.path} draws it")
         if not in_notebook():
             return print(report)
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]

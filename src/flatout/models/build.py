@@ -302,7 +302,7 @@ def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect
             module = importlib.import_module(place)
         factory: Any = functools.reduce(getattr, attribute.split("."), module)
         parameters = inspect.signature(factory).parameters
-    except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
+    except Exception as error:  # users' code may raise anything
         raise InputError(
             f"model = {name!r}: cannot be imported as package.module:factory or file.py:factory "
             f"({type(error).__name__}: {first_line(error)})"

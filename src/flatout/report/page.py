@@ -168,8 +168,8 @@ def _facts(summary: JsonObject) -> list[tuple[str, str]]:
         summary = {**summary, "epochs": None, "train_seconds": None, "fitted": sum(fitted)}
         facts.insert(0, ("features and head", "fitted", duration))
     known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
-    if trained not in (None, epochs) and "epochs" in known:
-        known["epochs"] = f"{trained:,} of {known['epochs']}"
+    if trained not in (None, epochs) and (unit := "epoch" if epochs == 1 else "epochs") in known:
+        known[unit] = f"{trained:,} of {known[unit]}"
     if devices := summary.get("devices"):
         known["devices"] = devices
     return list(known.items())

@@ -217,10 +217,11 @@ def draw_answers(path: Path, shown: Predictions, classes: Sequence[str], task: T
     elif task.name == "multi-label":
         draw_class_scores(path, task.per_class(shown.predicted, shown.labels, classes))
     else:
-        draw_confusion(path, confusion(shown.predicted, shown.labels, len(classes)), classes)
+        matrix_KK = confusion(shown.predicted, shown.labels, len(classes))
+        draw_confusion(path, matrix_KK, classes, len(shown.labels))
 
 
-def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) -> None:
+def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str], total: int) -> None:
     """Write the confusion matrix: counts [K, K], a row per actual class, a column per predicted class.
 
     A cell's colour is its share of the row, blue on the diagonal and red off it, on a square-root scale so that rare
@@ -238,7 +239,7 @@ def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) ->
     figure = style.new_figure(side + 0.6, side + 0.5, dpi=150)
     axes = figure.add_subplot()
     axes.imshow(colours_KKC)
-    correct, total = int(np.trace(matrix_KK)), int(matrix_KK.sum())
+    correct = int(np.trace(matrix_KK))
     title = f"Accuracy {correct / total:.3f}: {correct:,} of {total:,} right" if total else "No predictions"
     axes.set_title(title, fontsize=11, weight="bold", color=style.INK, loc="left", pad=10)
     _label_classes(axes, classes)
@@ -271,7 +272,7 @@ def _label_classes(axes: "Axes", classes: Sequence[str]) -> None:
 
 def draw_class_scores(path: Path, every: Sequence[JsonObject]) -> None:
     """Write precision, recall and F1 as bars, lowest F1 first; `every` is from `Task.per_class`, of which the worst."""
-    rows = sorted(every, key=lambda row: row["f1"])[:CLASSES_DRAWN]
+    rows = sorted((row for row in every if row["support"]), key=lambda row: row["f1"])[:CLASSES_DRAWN]
     figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
     axes = figure.add_subplot()
     shown = f", the {len(rows)} worst of {len(every)} classes" if len(rows) < len(every) else ""

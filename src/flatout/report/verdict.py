@@ -4,6 +4,7 @@ The verdict's findings are plain sentences, each with advice; each rule yields a
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from flatout.config import Recipe
@@ -85,12 +86,10 @@ def _diverged(run: _Run) -> Iterator[str]:
     lr = run.recipe.optimizer.lr
     advice = f"Try a lower learning rate than {lr:g}, such as --lr {lr / LEARNING_RATE_STEP:g}"
     advice += "." if run.recipe.schedule.warmup_epochs else ", or warm-up (schedule.warmup_epochs)."
-    for line in run.metrics:
-        loss = line.get("train_loss")
-        if isinstance(loss, float) and not math.isfinite(loss):
-            yield f"Training diverged in epoch {line['epoch']}: the loss is not a number. {advice}"
-            return
-    if not run.metrics or len(run.classes) < 2:
+    reason = re.search(r"training diverged in [^;]*", run.summary.get("stopped") or "")
+    if reason:
+        yield f"{reason[0].capitalize()}. {advice}"
+    if reason or not run.metrics or len(run.classes) < 2:
         return
     uniform = task_of(run.recipe).guessing_loss(len(run.classes))
     first = finite(run.metrics[0].get("train_loss")) or 0.0
@@ -141,6 +140,8 @@ def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
+    if not recipe.epochs:
+        return "Only the head was fitted: try another network, or --epochs 5, and check the labels."
     lr, at_batch = recipe.optimizer.lr, scaled_rate(recipe)
     effective = at_batch / (1 - (recipe.optimizer.momentum or 0.0))
     usual = USUAL_LEARNING_RATE.get(recipe.optimizer.name, effective)
@@ -202,7 +203,7 @@ def _more_epochs(run: _Run) -> Iterator[str]:
         trained = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
         yield f"Accuracy {accuracy:.3f} after few epochs: {trained} rarely enough. Try --epochs 10."
         return
-    if run.recipe.schedule.name in ("cosine", "one-cycle"):
+    if run.recipe.max_steps or run.recipe.schedule.name in ("cosine", "one-cycle"):
         return  # these schedules gain most at their end by design; that does not mean that more epochs would help
     series = {split: run.history(f"{split}_accuracy") for split in ("valid", "test", "train")}
     split = next((split for split, values in series.items() if len(values) > 1), None)

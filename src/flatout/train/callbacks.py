@@ -96,11 +96,13 @@ class CallbackRunner:
         """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
         return self._call("on_epoch_end", line["epoch"], {key: line[key] for key in line if key != "epoch"})
 
-    def end(self, failure: Exception | None) -> Exception | None:
+    def end(self, failure: BaseException | None) -> BaseException | None:
         """Call `on_end`; return `failure`, or a callback's failure."""
         try:
             self._call("on_end", read_summary(self._context.run_dir, {}) if self._callbacks else {})
         except CallbackFailed as error:
+            if failure:
+                self._context.log.console.note(str(error))
             return failure or error
         return failure
 
@@ -295,6 +297,8 @@ class UserFunctions:
                 f"{self.in_training[0]}: a function of your own can be neither compiled by the XLA engine nor sharded; "
                 "use engine='torch' and shard='none'"
             )
+        if self.in_training and not recipe.epochs:
+            raise InputError(f"{self.in_training[0]}: is never called, as only the head is fitted; give epochs=5")
 
     def for_engine(self, recipe: Recipe) -> dict[str, Any]:
         """Return arguments of the torch engine."""

@@ -130,7 +130,11 @@ def _write(
     if files:
         write_splits(context.run_dir, context.splits, files, task, classes)
     scores: JsonObject = {}
-    if shown in evaluations:
+    if shown not in evaluations:
+        # Those of a resumed run are of earlier weights.
+        for name in (run_files.PREDICTIONS, *run_files.PICTURES):
+            (context.run_dir / name).unlink(missing_ok=True)
+    else:
         kept, more = evaluations[shown], {}
         if is_fold and "test" in evaluations:
             more["test_probabilities"] = evaluations["test"].probabilities

@@ -16,6 +16,7 @@ from flatout.models.keras import KerasModule, is_keras
 from flatout.train import run_dir
 from flatout.train.callbacks import Callback, callbacks_of, user_functions
 from flatout.train.request import Options
+from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, Stopped
 
@@ -99,6 +100,8 @@ def fit(
     own_loss = changes.pop("loss") if callable(loss) and not isinstance(loss, type) else None
     functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
     data, module = join_data(data, labels, validation_data), None
+    if resume and job is None and out and (Path(out) / run_files.RECIPE).is_file():
+        job = Path(out) / run_files.RECIPE
     if isinstance(model, str):
         flat["model"] = model
     elif model is not None:

@@ -2,6 +2,8 @@
 
 import statistics
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +68,9 @@ def _train_fold(
 ) -> None:
     recipe, out = request.recipe, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
-    is_whole = bool(summary) and (summary.get("epochs"), summary.get("stopped")) == (recipe.epochs, None)
+    # A callback that ends a fold ends it for good.
+    stopped = (summary.get("stopped") or "").endswith("ended training") or summary.get("stopped")
+    is_whole = bool(summary) and summary.get("epochs") == recipe.epochs and stopped in (None, True)
     if is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps:
         console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
         return
@@ -96,7 +100,7 @@ def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, s
     rows, labels, probabilities = (
         np.concatenate([arrays[key] for arrays in saved])[order] for key in ("row", "labels", "probabilities")
     )
-    task = task_of(recipe)
+    task = replace(task_of(recipe), own_metrics=request.options.functions.metrics)
     losses = [s["valid_loss"] * s["valid_count"] if s["valid_loss"] is not None else np.nan for s in summaries]
     held_out = Evaluation(
         task=task,
@@ -111,8 +115,9 @@ def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, s
     if all("test_probabilities" in arrays for arrays in saved):
         start, stop = pack.splits["test"]
         more["test_probabilities"] = np.mean([arrays["test_probabilities"] for arrays in saved], axis=0)
-        metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
-        joint |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
+        predicted, actual = task.predicted_from(more["test_probabilities"]), pack.labels[start:stop]
+        metrics = {**task.metrics(predicted, actual), **task.own(predicted, actual), "count": stop - start}
+        joint |= {f"test_{key}": value for key, value in metrics.items()}
     samples, files = Split(images=pack.images, rows=rows, labels=labels), file_names(recipe, pack)
     write_predictions(
         folder, recipe, "held-out", held_out, samples, pack.classes, note=console.note, files=files, more=more
@@ -138,13 +143,14 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}; remove {folder} and continue with --resume") from None
 
 
 def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[JsonObject]) -> JsonObject:
     recipe, options = request.recipe, request.options
-    names = ("loss", *task_of(recipe).metric_names, "count")
+    own = [name for name, _ in options.functions.metrics]
+    names = ("loss", *task_of(recipe).metric_names, *own, "count")
     metrics = [key for split in ("valid", "test") for key in (f"{split}_{name}" for name in names)]
     metrics = [key for key in metrics if all(fold.get(key) is not None for fold in folds)]
     spread = [key for key in metrics if not key.endswith(("_correct", "_count"))]

@@ -49,8 +49,7 @@ def resolve(
         recipe = plain.override(changes)
         if data is None:
             data = recipe.data.path or _public_data(recipe, console)
-        if path := _plain(data):
-            recipe = recipe.override({"data.path": path})
+        recipe = recipe.override({"data.path": _plain(data)})  # "" for arrays
         return recipe, find(data, recipe.data, recipe.task, console=console)
     if (job is None) == (data is None):
         given = "no job and no data" if job is None else f"{job} is data, and so is --data {data}"

@@ -152,4 +152,4 @@ class Ended:
     """How training ended: why early, or "", and the exception if it failed."""
 
     reason: str = ""
-    failure: Exception | None = None
+    failure: BaseException | None = None

@@ -242,7 +242,11 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         pack = pack_of_host(request, world, log)
         splits = split_pack(pack, request.recipe, log)
         continued = folders.continued_recipe(request, run_dir, world)
-        recipe = resolve_auto_values(request.recipe, pack, splits, world, continued, log)
+        recipe = request.recipe
+        if continued and request.options.minutes is not None:  # such as after a restart
+            length = ("epochs", "max_steps", "schedule.corrections")
+            recipe = recipe.override({key: continued.flat()[key] for key in length})
+        recipe = resolve_auto_values(recipe, pack, splits, world, continued, log)
         _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")

@@ -45,6 +45,8 @@ _BEST = "best."
 
 def check(options: Options) -> None:
     """Refuse a run folder that `claimed` will refuse, before the data is read."""
+    if options.resume and options.out is None:
+        raise InputError("resume needs out, the run folder to continue")
     if options.hosts.most == 1 and launched() is None:
         _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
@@ -81,8 +83,11 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise InputError("--resume and --overwrite contradict each other: give one of them")
-    if folder is None or not folder.exists() or _is_empty(folder):
-        return
+    try:
+        if folder is None or not folder.exists() or _is_empty(folder):
+            return
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
     if not (folder / run_files.RECIPE).is_file():
@@ -294,7 +299,11 @@ def restore(context: TrainContext) -> Progress | None:
         note("nothing was saved yet: training starts from the beginning")
         return None
     newest.check_resumable(recipe, data_facts(context.pack), note)
-    progress = newest.progress
+    progress, total = newest.progress, recipe.total_steps(context.steps_per_epoch)
+    if (done := progress.position(context.steps_per_epoch)) > total:
+        raise InputError(
+            f"--resume: the recipe has {total:,} steps, but {done:,} are done; give more epochs or max_steps"
+        )
     if newest.best:
         engine.load_state({**state, **best})
         progress.best = engine.snapshot(weights_only=True)

@@ -69,7 +69,7 @@ class Console:
     def open_log(self, path: Path) -> None:
         """Copy every line, those already printed included, to a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", encoding="utf-8")
+        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._write_pending()
 
     def hand_over(self) -> list[tuple[str, str]]:

@@ -52,8 +52,8 @@ class RankLost(TrainingFailed):
     """Another rank of the run has ended, so a collective operation cannot finish. Never the first cause."""
 
 
-class Stopped(Exception):
-    """The user or the system asked the run to end, by the signal `signal_number`."""
+class Stopped(BaseException):
+    """The user or the system asked the run to end, by the signal `signal_number`; no failure that could be handled."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)

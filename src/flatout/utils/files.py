@@ -84,7 +84,11 @@ def printable(name: object) -> str:
 
 def check_free(folder: Path | None, flag: str = "--out") -> None:
     """Raise InputError if an output folder, which `flag` names, is not empty."""
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_free = folder is None or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}; choose another {flag}") from None
+    if not is_free:
         raise InputError(f"{folder}: exists and is not an empty folder; choose another {flag}")
 
 

@@ -254,7 +254,8 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
         names = [value] if value and value in header else [name.strip() for name in value.split(",") if name.strip()]
         if unknown := next((name for name in names if name not in header), None):
             columns = f"its columns are {', '.join(header)}" if header else "it has no header"
-            raise InputError(f"{path}: has no column {unknown!r}, which data.{key} names; {columns}")
+            error = NoLabels if key == "label_column" else InputError
+            raise error(f"{path}: has no column {unknown!r}, which data.{key} names; {columns}")
         return [header.index(name) for name in names] or [keys.index(name) for name in usual if name in keys][:1]
 
     by_content = (i for i, cell in enumerate(body[:width]) if is_image_name(cell))
@@ -360,7 +361,7 @@ class _Locator:
 
 
 def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
-    """Read split -> list; one list without a split in its name may have a column of splits."""
+    """Read split -> list; the only list may have a column of splits."""
     parts: dict[str, tuple[list[str], list[pa.DictionaryArray]]] = {}
     places: dict[str, Callable[[int], str]] = {}
     groups: dict[str, list[str]] = {}
@@ -383,7 +384,7 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
         if not len(rows):
             raise InputError(f"{file}: {_EMPTY}")
         splits = {name or "train": rows}
-        if not name and columns.split is not None:
+        if columns.split is not None and len(lists) == 1:
             splits = _split_rows(text, cells[columns.split], rows, columns.has_flags)
         for split, own in splits.items():
             place = places[split] = lambda i, text=text, own=own: text.place(own[i])

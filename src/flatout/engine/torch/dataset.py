@@ -57,7 +57,9 @@ class TorchDataset:
         _copy_tables(transforms, images)
         features, start = None, 0
         for inputs in self._batches(images, engine.frozen_batch(count)):
-            normalised = engine.input.normalised(images.images_of(inputs), images.transforms_of(inputs.samples))
+            # Without augmentation, a fitted head gets what evaluations see.
+            rows = images.transforms_of(inputs.samples) or None
+            normalised = engine.input.normalised(images.images_of(inputs), rows)
             with torch.no_grad(), engine.accelerator.autocast():
                 output = engine.prefix(normalised, count)
             # In channels_last order, as the convolutions read them.
@@ -235,7 +237,7 @@ class TorchDataset:
                 with engine.accelerator.autocast():
                     logits = logits_of(network, *read)
                 rows = results.add(logits, sources[0][1], each[0])
-                if features and keep_features and (found := features.take()) is not None:
+                if features and (found := features.take()) is not None and keep_features:
                     kept = keep_features(found[: len(rows)].cpu().numpy())
                     results.rows["features"].put(rows, torch.from_numpy(kept).to(engine.device))
         return results.evaluation(self.samples.labels)

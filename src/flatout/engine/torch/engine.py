@@ -393,7 +393,7 @@ class TorchEngine:
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
         if self.is_sharded:
             # A trial on one rank would wait for the other ranks' shards.
-            self._micro_batches = -(-share // wanted) if wanted else 1
+            self._micro_batches = max(self.world.all_gather_object(-(-share // wanted))) if wanted else 1
         elif not wanted and not self.accelerator.raises_out_of_memory:
             self._micro_batches = 1
         else:

@@ -73,7 +73,7 @@ def find(kind: str, indices: Sequence[int], world: "World | None" = None) -> lis
 
     wanted, launch = max(indices) + 1, launched()
     hosts = world if world is not None and world.is_joined else None
-    if hosts and launch:
+    if hosts and launch and not jax.distributed.is_initialized():
         with _reserved_port(launch.address) if hosts.is_main else contextlib.nullcontext(0) as port:
             place = f"{launch.address}:{hosts.broadcast_object(port)}"
             with _settings(kind, wanted):

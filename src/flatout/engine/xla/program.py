@@ -230,7 +230,9 @@ class Program:
     def prefix(self, state: State, inputs: DeviceBatch, table: None = None) -> jax.Array:
         """Return the output of the cut's prefix for stored images, float32 [B, ...] with channels last."""
         assert self._cut is not None
-        x, prefix = self._augment(inputs.images, inputs.transforms, is_training=True), self._cut.prefix
+        # Without augmentation, a fitted head gets what evaluations see.
+        is_augmented, prefix = inputs.transforms is not None, self._cut.prefix
+        x = self._augment(inputs.images, inputs.transforms, is_training=is_augmented)
         names = {id(tensor): name for name, tensor in _tensors(self._model)}
         values = {**state.trained, **state.frozen, **state.buffers}
         own = {name: values[names[id(tensor)]] for name, tensor in _tensors(prefix)}

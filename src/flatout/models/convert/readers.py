@@ -64,7 +64,7 @@ def find_file(path: Path) -> Path:
     if path.is_file():
         prefix, is_data, _ = path.name.partition(".data-")
         return path.with_name(f"{prefix}.index") if is_data else path
-    index = path.with_name(f"{path.name}.index")
+    index = Path(f"{path}.index")
     if index.is_file():
         return index
     if not path.is_dir():
