@@ -36,9 +36,9 @@ def test_what_is_slow_limits_the_job(
     found = json.loads(command("bench", "digits", "--json", *flags))
     assert found["limit"] == limit
     assert found["verdict"][0].startswith(f"limited by {limit}: ")
-    # A twentieth of a second for 100 images is at most 2,000 images per second.
-    assert found[f"{limit}_images_per_second"] <= 2000
-    assert found["images_per_second"] <= 2000
+    # A twentieth of a second for 100 images is 2,000 images per second, but for what is under way when the clock starts.
+    assert found[f"{limit}_images_per_second"] <= 2100
+    assert found["images_per_second"] <= 2100
     other = {"input": "compute", "compute": "input"}[limit]
     assert found[f"{other}_images_per_second"] > found[f"{limit}_images_per_second"]
     assert (found["world_size"], found["train_images"]) == (1, 1258)
