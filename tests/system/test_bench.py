@@ -36,7 +36,7 @@ def test_what_is_slow_limits_the_job(
     found = json.loads(command("bench", "digits", "--json", *flags))
     assert found["limit"] == limit
     assert found["verdict"][0].startswith(f"limited by {limit}: ")
-    # A twentieth of a second for 100 images is 2,000 images per second, but for what is under way when the clock starts.
+    # A twentieth of a second for 100 images is 2,000 images per second, but for what was begun before the clock.
     assert found[f"{limit}_images_per_second"] <= 2100
     assert found["images_per_second"] <= 2100
     other = {"input": "compute", "compute": "input"}[limit]

@@ -231,6 +231,9 @@ def test_what_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -
 
 def test_overwriting_removes_the_folds(tmp_path: Path) -> None:
     fit(tmp_path / "run", squares())
+    with pytest.raises(flatout.InputError, match="LBFGS"):
+        fit(tmp_path / "run", squares(), optimizer="torch:LBFGS", overwrite=True)
+    assert flatout.load(tmp_path / "run", model=net()).summary["folds"]
     (tmp_path / "run" / "fold-2" / "mine.txt").touch()
     fit(tmp_path / "run", squares(), folds=0, overwrite=True)
     assert [path.name for path in (tmp_path / "run").glob("fold-*/*")] == ["mine.txt"]

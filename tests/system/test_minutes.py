@@ -63,6 +63,13 @@ def test_what_cannot_be_is_refused(minutes: str, said: str, tmp_path: Path, comm
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_not_overwritten_by_what_is_refused(tmp_path: Path, command: Command) -> None:
+    run = ("train", "digits", *ON_CPU, "--out", tmp_path / "run")
+    command(*run, "--epochs", "1")
+    assert "does not fit; give" in command(*run, "--minutes", "0.02", "--overwrite", code=2)
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
 # --- the plan, on a clock of its own ----------------------------------------------------------------------------------
 
 

@@ -100,8 +100,11 @@ def train(request: TrainRequest, console: Console) -> Path:
     if not recipe.data.folds or recipe.data.fold:
         return _train_one(console, request)
     with prepare_host(request, console) as (request, pack):
-        # Check model and devices before an old run is removed.
-        fresh_model(request, pack)
+        # Check optimizer, model, weights and devices before an old run is removed.
+        optim.class_of(recipe.optimizer)
+        model = fresh_model(request, pack)
+        if recipe.pretrained or recipe.weights:
+            load_pretrained(model, recipe, lambda sentence: None)
         request = _choose_processes(request, pack, console)
         return cross_validate(request, pack, console, functools.partial(_train_one, console))
 
@@ -211,12 +214,13 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
         # Continue from a checkpoint, or begin with the fitted head
         restored = folders.restore(context)
         progress = restored or new_progress(context)
-        begin_run_dir(context, overwrite=request.options.overwrite and restored is None)
-        write_metrics(context, progress)
         # Place images on the devices, compile steps, fit their number to the time
         if context.recipe.epochs:
             context = replace(context, datasets=place(context))
         context, budget = plan_minutes(context, progress)
+        # An old run is removed when nothing is left that could be refused
+        begin_run_dir(context, overwrite=request.options.overwrite and restored is None)
+        write_metrics(context, progress)
         # Train, evaluate, write the run
         ended = Ended()
         with signals_noted(world.control):
