@@ -299,11 +299,7 @@ def restore(context: TrainContext) -> Progress | None:
         note("nothing was saved yet: training starts from the beginning")
         return None
     newest.check_resumable(recipe, data_facts(context.pack), note)
-    progress, total = newest.progress, recipe.total_steps(context.steps_per_epoch)
-    if (done := progress.position(context.steps_per_epoch)) > total:
-        raise InputError(
-            f"--resume: the recipe has {total:,} steps, but {done:,} are done; give more epochs or max_steps"
-        )
+    progress = newest.progress
     if newest.best:
         engine.load_state({**state, **best})
         progress.best = engine.snapshot(weights_only=True)
