@@ -24,11 +24,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_slow_limits_the_job(
     owner: type, name: str, limit: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """A method takes a twentieth of a second longer, many times as long as a batch of digits takes."""
+    """A method takes 0.052 s longer, many times as long as a batch of digits takes."""
     method = getattr(owner, name)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.052)
         return method(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, slow)
@@ -36,9 +36,9 @@ def test_what_is_slow_limits_the_job(
     found = json.loads(command("bench", "digits", "--json", *flags))
     assert found["limit"] == limit
     assert found["verdict"][0].startswith(f"limited by {limit}: ")
-    # A twentieth of a second for 100 images is 2,000 images per second, but for what was begun before the clock.
-    assert found[f"{limit}_images_per_second"] <= 2100
-    assert found["images_per_second"] <= 2100
+    # 0.052 s for 100 images is 1,923 images per second; some may have been begun before the clock.
+    assert found[f"{limit}_images_per_second"] <= 2000
+    assert found["images_per_second"] <= 2000
     other = {"input": "compute", "compute": "input"}[limit]
     assert found[f"{other}_images_per_second"] > found[f"{limit}_images_per_second"]
     assert (found["world_size"], found["train_images"]) == (1, 1258)

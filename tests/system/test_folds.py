@@ -204,9 +204,8 @@ def test_functions_and_callbacks_apply_to_all_folds(tmp_path: Path) -> None:
     run = fit(tmp_path / "run", squares(), **options)
     assert run.summary["mean"]["valid_ones"] == pytest.approx(run.summary["valid_ones"], abs=0.05)
     # What a callback has ended is finished.
-    assert [
-        fold["epochs_trained"] for fold in fit(tmp_path / "run", squares(), **options, resume=True).summary["folds"]
-    ] == [2] * 3
+    resumed = fit(tmp_path / "run", squares(), **options, resume=True)
+    assert [fold["epochs_trained"] for fold in resumed.summary["folds"]] == [2] * 3
 
 
 def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:

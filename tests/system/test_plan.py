@@ -87,9 +87,8 @@ def test_a_short_last_batch_counts_unless_it_is_dropped() -> None:
     dropped = make_work(1000, images=2500, epochs=2, drop_last=True)
     small = make_work(1000, images=300, epochs=1)
     short = make_work(1000, images=2500, epochs=2, max_steps=4)
-    assert [(w.batch, w.images_per_epoch, w.steps) for w in (kept, dropped, small, short)] == [
-        *((1000, 2500, 6), (1000, 2000, 4), (300, 300, 1), (1000, 2500, 4))
-    ]
+    found = [(w.batch, w.steps_per_epoch, w.images_per_epoch, w.steps) for w in (kept, dropped, small, short)]
+    assert found == [(1000, 3, 2500, 6), (1000, 2, 2000, 4), (300, 1, 300, 1), (1000, 3, 2500, 4)]
 
 
 def found(job: str, data: str | None = None, images: int | None = None, classes: int | None = None) -> tuple:

@@ -220,14 +220,14 @@ def do_plan(args: Namespace, console: Console) -> Output:
 )
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
-    from flatout.inference.evaluate import evaluate
+    from flatout.inference.evaluate import evaluate, prefix_of
     from flatout.inference.run import load
     from flatout.report.page import SET_COLUMNS, prediction_sets, trust
     from flatout.tasks import describe_metrics
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
     result = evaluate(run, args.data, **picked(args, "devices engine tta"), console=console)
-    name = result["split"] if result["split"] in ("valid", "train") else "test"
+    name = prefix_of(result["split"])
     how = ", with test-time augmentation" if result["tta"] else ""
     # The mean of several models' probabilities has no loss.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"

@@ -97,11 +97,11 @@ def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: 
     """Make a pack in a new folder."""
     if isinstance(data, DataSource) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was packed from")
-    unfinished_before = folder.with_name(folder.name + ".partial")
-    is_ours = not {path.name for path in unfinished_before.glob("*")} - {IMAGES, LABELS, DESCRIPTION}
-    for path in (folder, *([] if is_ours else [unfinished_before])):
-        if path.exists():
-            raise InputError(f"{path}: exists; choose another --out, or delete it")
+    if folder.exists():
+        raise InputError(f"{folder}: exists; choose another --out, or delete it")
+    partial_pack = folder.with_name(folder.name + ".partial")
+    if {path.name for path in partial_pack.glob("*")} - {IMAGES, LABELS, DESCRIPTION}:  # not of a killed process
+        raise InputError(f"{partial_pack}: exists; choose another --out, or delete it")
     return _build(data.read(), settings, folder, report)
 
 

@@ -215,7 +215,9 @@ def remove(path: Path) -> bool:
     to_lock: list[Path] = []
     if path.parent.name in _KINDS:
         target = path.with_name(path.name.removesuffix(".partial"))
-        files = (target.with_name(target.name + ".lock"), target / _DESCRIPTIONS.get(path.parent.name, ""))
+        files = [target.with_name(target.name + ".lock")]
+        if description := _DESCRIPTIONS.get(path.parent.name):
+            files.append(target / description)
         to_lock = [file for file in files if file.is_file()]
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for file in to_lock:

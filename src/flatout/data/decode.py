@@ -396,8 +396,9 @@ def _to_array(image: Image.Image, target: Target) -> np.ndarray:
             raise BadImage("has 32-bit or negative pixels, which have no agreed range; convert it to 8 or 16 bits")
         values = values.astype(np.uint16)
         if target.bits == 16:
-            opaque = [np.full_like(values, 0xFFFF)]
-            return np.stack([values, values, values, *opaque] if target.channels == 4 else [values], axis=-1)
+            if target.channels == 4:
+                return np.stack([values, values, values, np.full_like(values, 0xFFFF)], axis=-1)
+            return values[..., None]
         image = Image.fromarray(with_bits(values, 8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -81,7 +81,7 @@ def _evaluate(
             )
             results.append(found)
             names = built.device_names
-    name = split if split in ("valid", "train") else "test"
+    name = prefix_of(split)
     loss, result = _joined([one.of_task(run.task) for one in results], own_parts=not other and split == "valid")
     figures = {"loss": loss, **result.metrics, "count": len(result.labels)}
     return {
@@ -94,6 +94,11 @@ def _evaluate(
         "devices": spec_of([name for names in world.all_gather_object(names) for name in names]),
         "engine": engine,
     }
+
+
+def prefix_of(split: str) -> str:
+    """Return the prefix of the metrics of a split that `held_out` names; those of other data are called test."""
+    return split if split in ("valid", "train") else "test"
 
 
 def labelled(

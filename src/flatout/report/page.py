@@ -155,11 +155,12 @@ def _folds(summary: JsonObject, task: Task) -> list[tuple[str, str, list[str]]]:
 
 def _facts(summary: JsonObject) -> list[tuple[str, str]]:
     epochs, trained = summary.get("epochs"), summary.get("epochs_trained")
+    unit = "epoch" if epochs == 1 else "epochs"
     facts = [
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
         ("everything included", "wall_seconds", duration),
-        ("epoch" if epochs == 1 else "epochs", "epochs", "{:,.0f}".format),
+        (unit, "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
     seconds = summary.get("time_seconds") or {}
@@ -168,7 +169,7 @@ def _facts(summary: JsonObject) -> list[tuple[str, str]]:
         summary = {**summary, "epochs": None, "train_seconds": None, "fitted": sum(fitted)}
         facts.insert(0, ("features and head", "fitted", duration))
     known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
-    if trained not in (None, epochs) and (unit := "epoch" if epochs == 1 else "epochs") in known:
+    if trained not in (None, epochs) and unit in known:
         known[unit] = f"{trained:,} of {known[unit]}"
     if devices := summary.get("devices"):
         known["devices"] = devices

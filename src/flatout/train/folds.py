@@ -69,8 +69,9 @@ def _train_fold(
     recipe, out = request.recipe, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
     # A callback that ends a fold ends it for good.
-    stopped = (summary.get("stopped") or "").endswith("ended training") or summary.get("stopped")
-    is_whole = bool(summary) and summary.get("epochs") == recipe.epochs and stopped in (None, True)
+    stopped = summary.get("stopped")
+    has_ended = stopped is None or stopped.endswith("ended training")
+    is_whole = bool(summary) and summary.get("epochs") == recipe.epochs and has_ended
     if is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps:
         console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
         return
