@@ -1,6 +1,7 @@
 """Data sets of other libraries: in Python, Parquet files, and the tables of Hugging Face."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from flatout.data.formats.datasets import from_dataset
 from flatout.utils.errors import InputError
@@ -49,7 +50,9 @@ BANDS = np.random.default_rng(0).integers(0, 65536, (4, 6, 9)).astype(np.uint16)
         (GREY, GREY[..., None]),
         (torch.from_numpy(GREY) / 255, GREY[..., None]),
         (Image.fromarray(COLOUR), COLOUR),
-        (Image.fromarray(np.dstack([COLOUR, COLOUR[..., :1]])), COLOUR),  # RGBA; the alpha channel is dropped
+        # Transparent images are over white, as in files.
+        (Image.fromarray(np.dstack([COLOUR, np.full((5, 4), 255, np.uint8)])), COLOUR),
+        (Image.fromarray(np.dstack([COLOUR, np.zeros((5, 4), np.uint8)])), np.full_like(COLOUR, 255)),
         (COLOUR.transpose(2, 0, 1), COLOUR),
         (torch.from_numpy(COLOUR).permute(2, 0, 1) / 255, COLOUR),
         (SQUARE, SQUARE),  # channels of an array are last, those of a tensor first
@@ -82,6 +85,17 @@ def test_kinds_of_labels_splits_and_class_names():
     assert source.labels[-2:].tolist() == [0, 1]
 
 
+def test_an_iterable_data_set_may_know_its_length():
+    class Stream(IterableDataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(GREY, 0), (GREY, 1)])
+
+    assert len(from_dataset(Stream())) == 2
+
+
 def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms():
     data = Items([(GREY, i % 2) for i in range(40)])
     assert from_dataset({"train": data}).notes == ()
@@ -109,6 +123,10 @@ def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms()
         (Items([(GREY * np.nan, 0)]), "outside 0..1; take Normalize out"),
         (Items([(torch.zeros(5, 4, 3), 0)]), r"a tensor of shape \(5, 4, 3\); \[C, H, W\]"),
         (Items([(GREY, 0), (GREY, [1, 2])]), "train: the labels differ in shape"),
+        (
+            {"train": Items([(GREY, 0)]), "test": Items([(GREY.astype(np.uint16), 0)])},
+            r"differ in type \(train uint8, test uint16\)",
+        ),
         (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "train: label 1: label outside the class list"),
     ],
 )

@@ -110,6 +110,8 @@ def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path
     for same, wanted in ((source, lenient), (class_folders(tmp_path / "moved"), settings())):
         again = load(same, tmp_path / "cache", wanted)
         assert (again.was_cached, {again.path}) == (True, folders)
+    noted = replace(source, notes=("ignored 3 files",))
+    assert load(noted, tmp_path / "cache").notes == ("ignored 3 files",)  # not those of the data packed first
     for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
         folders.add(load(source, tmp_path / "cache", settings(**changes)).path)
     first, second, *_ = list(source.files or [])

@@ -41,6 +41,14 @@ def test_a_pattern_of_shards(tmp_path: Path):
     assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
 
 
+def test_the_folders_of_a_pattern_may_be_splits(tmp_path: Path):
+    folder = c.fixture("webdataset-cls")(tmp_path)
+    for split, name in (("train", "train-000000.tar"), ("val", "test-000000.tar")):
+        (folder / split).mkdir()
+        (folder / name).rename(folder / split / "000000.tar")
+    assert read(folder / "{train,val}" / "{000000..000000}.tar").splits.keys() == {"train", "valid"}
+
+
 @pytest.mark.usefixtures("cache")
 def test_compressed_shards_are_refused(tmp_path: Path):
     for i in range(2):

@@ -92,6 +92,14 @@ def test_no_group_is_divided_and_no_part_is_empty(groups, fraction, seed):
         assert len(taken)
 
 
+def test_a_class_of_one_group_stays_in_training():
+    labels, of = np.repeat([0, 1, 2], [100, 100, 5]), np.append(np.arange(200) // 5, [40] * 5)
+    for some in (labels, np.eye(3, dtype=np.uint8)[labels]):
+        kept, taken = split_by_labels(some, 0.1, 0, stream="valid", groups=of)
+        assert set(labels[kept].tolist()) == {0, 1, 2}
+        assert len(taken) == pytest.approx(20, abs=6)
+
+
 def test_folds_are_shared_out_evenly():
     labels, groups = np.repeat([0, 1], 60), np.arange(120) // 4
     assert sizes(divide(labels, 5, 1, groups), labels, 5).tolist() == [[12, 12]] * 5

@@ -9,8 +9,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
+from tests.engine.engines import make_engine
 from tests.engine.plain_loop import normalised
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 
@@ -119,5 +121,25 @@ def test_every_engine_caches_each_view_once(engine: str, views: int) -> None:
     cached = engine_weights(frozen_net(), make_samples(), recipe, engine, report=sentences.append)
     uncached = engine_weights(frozen_net(), make_samples(), recipe, cache_prefix=False)
     assert (f"for {views} views" if views else "computed once") in " ".join(sentences)
+    for name, values in uncached.items():
+        np.testing.assert_allclose(cached[name], values, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch", "xla 2"])
+def test_cached_views_are_evaluated_without_augmentation(name: str) -> None:
+    changes = {"augment.flip": True, "augment.shift": 0.2, "augment.views": 2, "epochs": 2}
+    split = make_engine(name, frozen_net(), make_recipe(**changes)).place(make_samples())
+    split.compile()
+    plain = make_engine(name, frozen_net(), make_recipe()).place(make_samples())
+    assert split.evaluate().loss == pytest.approx(plain.evaluate().loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("places", [("device", "disk", "device"), ("disk", "device", "disk")])
+def test_each_view_is_cached_where_there_is_room(places: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"augment.flip": True, "augment.shift": 0.2, "augment.views": 3, "epochs": 4, "optimizer.lr": 0.003}
+    uncached = engine_weights(frozen_net(), make_samples(), make_recipe(**changes), cache_prefix=False)
+    of_images = iter(["device", *places])
+    monkeypatch.setattr(Accelerator, "placement", lambda *_: next(of_images))
+    cached = engine_weights(frozen_net(), make_samples(), make_recipe(**changes))
     for name, values in uncached.items():
         np.testing.assert_allclose(cached[name], values, atol=1e-4)

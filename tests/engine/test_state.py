@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from flatout.distributed.world import World
+from flatout.engine.xla.engine import XlaEngine
 from tests.engine.engines import make_engine, train
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import make_recipe, make_samples
@@ -63,9 +65,12 @@ def snapshots(world: World, shard: str, name: str = "torch") -> dict[str, Any]:
     return seen
 
 
-def test_a_state_goes_back_and_on_and_is_whole_on_the_first_rank_alone() -> None:
+def test_a_state_goes_back_and_on_and_is_whole_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, *ranks = on_ranks(1, snapshots, "none") + on_ranks(2, snapshots, "full")
-    for seen in (alone, *ranks, snapshots(World(), "full", "xla 2")):
+    on_device = snapshots(World(), "full", "xla 2")
+    monkeypatch.setattr(XlaEngine, "_has_room", lambda *_: False)
+    on_host = snapshots(World(), "full", "xla 2")
+    for seen in (alone, *ranks, on_device, on_host):
         assert [name for name, value in seen.items() if value is False] == ["broken"]
     assert all(seen["held"] < 0.7 * alone["held"] for seen in ranks)
     assert [seen["names"] for seen in ranks] == [alone["names"], []]

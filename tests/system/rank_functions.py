@@ -197,6 +197,18 @@ def ignore_signals(console: Console, folder: Path) -> None:
 # --- several hosts ----------------------------------------------------------------------------------------------------
 
 
+def wait_for_the_last(console: Console, folder: Path) -> None:
+    import torch
+
+    from flatout.engine.factory import join
+
+    world = join("cpu")
+    (folder / f"met-{world.rank}").touch()
+    if world.rank == world.size - 1:
+        time.sleep(1000)
+    world.all_reduce(torch.ones(1))
+
+
 def count_and_die(console: Console, folder: Path) -> None:
     """Write the sum over all ranks, where this rank is, and the addresses that listen in its processes; the last dies.
 

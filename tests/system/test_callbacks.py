@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.metrics import cohen_kappa_score
 from torch import nn
 
@@ -89,6 +90,14 @@ def test_an_exception_before_or_after_training(where: str, tmp_path: Path) -> No
     with pytest.raises(flatout.TrainingFailed, match=f"Recorder.on_{where} raised ValueError: no {where} here"):
         fit(tmp_path / "run", Recorder(fail_in=where), epochs=1)
     assert (tmp_path / "run" / "summary.json").is_file() == (where == "end")
+
+
+def test_a_run_is_not_continued_without_its_functions(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"loss": torch.nn.CrossEntropyLoss(reduction="none")}
+    fit(tmp_path / "run", epochs=1, **given)
+    with pytest.raises(flatout.InputError, match=r"trained with loss given in Python: continue with flatout\.fit"):
+        fit(tmp_path / "run", epochs=2, resume=True)
+    assert fit(tmp_path / "run", epochs=2, resume=True, **given).summary["epochs_trained"] == 2
 
 
 @pytest.mark.slow

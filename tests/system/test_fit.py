@@ -96,6 +96,11 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
         (prediction,) = run.predict(one)
         # A batch of one is rounded otherwise than one of six.
         assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
+    (prediction,) = run.predict(np.asarray(pictures[0].convert("RGB")))  # one image, not ten of 10x3
+    assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
+    damaged = pictures[0].convert("RGB")
+    damaged.info["exif"] = b"Exif\x00\x00no TIFF"
+    assert run.predict(damaged)[0].error is None
     larger = pictures[0].resize((40, 30))
     assert run.predict([larger, pictures[1]])[1].probabilities == pytest.approx(expected[1])
 

@@ -74,12 +74,29 @@ def test_images_of_a_group_share_a_fold() -> None:
     """Copies of an image in several folds would make random labels predictable."""
     rng = np.random.default_rng(8)
     features, labels = rng.normal(size=(40, 60)).astype(np.float32), rng.integers(0, 2, 40)
-    groups, copies, doubled = np.repeat(np.arange(40), 2), np.repeat(features, 2, axis=0), np.repeat(labels, 2)
+    of, twice, doubled = np.repeat(np.arange(40), 2), np.repeat(features, 2, axis=0), np.repeat(labels, 2)
     right = [
-        (fit_head([copies], doubled, CLASSES, 2, groups=given).out_of_fold.argmax(axis=1) == doubled).mean()
-        for given in (groups, None)
+        (fit_head([twice], doubled, CLASSES, 2, groups=groups, copies=copies).out_of_fold.argmax(axis=1) == doubled)
+        for groups, copies in ((of, None), (None, of), (np.arange(80), of), (None, None))
     ]
-    assert right[0] < right[1]
+    assert max(each.mean() for each in right[:3]) < right[3].mean()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_validation_images_are_judged_by_heads_that_have_not_seen_them(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random labels are learnt by heart: images beyond the limit of the cross-validation, and those there twice."""
+    monkeypatch.setattr("flatout.train.head.MAX_IMAGES", 50 if times == 1 else 20_000)
+    rng = np.random.default_rng(1)
+    images, labels = rng.integers(0, 256, (120, 16, 16, 1), np.uint8), rng.integers(0, 2, 120)
+    images, labels = (np.repeat(values, times, axis=0) for values in (images, labels))
+    first, last = slice(80 * times), slice(80 * times, None)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 2))
+    data = {"train": (images[first], labels[first]), "valid": (images[last], labels[last])}
+    given: dict[str, Any] = {"linear_probe": True, "epochs": 0, "devices": "cpu", "quiet": True}
+    run = flatout.fit(net, data, out=tmp_path / "run", **given)
+    assert run.summary["valid_accuracy"] < 0.75
 
 
 def test_mirrored_views_are_fitted_and_averaged_together() -> None:

@@ -71,12 +71,42 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
     assert all(isinstance(error, InputError) and "hosts disagree" in str(error) for error in errors), errors
 
 
+SECOND_HOST = """
+import sys
+from pathlib import Path
+from tests.system import rank_functions as ranks
+from tests.system.test_hosts import host
+
+ranks.run(ranks.wait_for_the_last, Path(sys.argv[1]), names=["cpu"], hosts=host(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+def test_a_late_host_leaves_a_run_alone_and_a_host_that_does_not_return_ends_it(tmp_path: Path) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as thread:
+        options: dict[str, Any] = {"names": ["cpu"], "hosts": host(port), "restarts": 1}
+        first = thread.submit(run, ranks.wait_for_the_last, tmp_path, **options)
+        second = start_process([sys.executable, "-c", SECOND_HOST, str(tmp_path), str(port)])
+        try:
+            assert eventually(lambda: len(list(tmp_path.glob("met-*"))) == 2, START_SECONDS)
+            with pytest.raises(InputError, match="hosts disagree on --nodes: 2 and 3"):
+                run(ranks.do_nothing, names=["cpu"], hosts=host(port, nodes="3"))
+            assert not first.done()
+        finally:
+            second.kill()
+            second.communicate()
+        with pytest.raises(TrainingFailed, match="a host was lost, and did not return within 30 s"):
+            first.result(START_SECONDS + END_SECONDS)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"nodes": "0"}, "--nodes 0"),
         ({"nodes": "3:2"}, "--nodes 3:2"),
         ({"nodes": "2", "rendezvous": "a"}, "--rendezvous a: --nodes 2 needs HOST:PORT"),
+        ({"rendezvous": "a:1"}, "--rendezvous a:1: is for several hosts; add their number with --nodes"),
         ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],
 )

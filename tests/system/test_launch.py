@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run
-from tests.system.run_files import metrics, weights, write_digits
+from tests.system.run_files import metrics, summary, weights, write_digits
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -210,7 +211,10 @@ def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
     command = ["train", *data, "--model", f"{tmp_path / 'faulty.py'}:make", "--devices", "2xcpu", "--restarts", "1"]
     for name, killed in (("restarted", "0"), ("whole", "none")):
         monkeypatch.setenv("KILLED", killed)
+        began = time.perf_counter()
         assert main([*command, "--out", str(tmp_path / name)]) == 0
+        # The restarted rank does not count what the checkpoint counts.
+        assert summary(tmp_path / name)["wall_seconds"] <= time.perf_counter() - began
         log = (tmp_path / name / "logs" / "rank-0.log").read_text()
         assert log.count("resumed after epoch") == (name == "restarted")
     torch.testing.assert_close(weights(tmp_path / "restarted"), weights(tmp_path / "whole"), rtol=0, atol=0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.lr_finder import suggest
+from flatout.analysis.lr_finder import format_lr, suggest
 from flatout.cli.main import main
 from tests.conftest import Command
 from tests.system.run_files import write_digits
@@ -76,6 +76,7 @@ def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, command: C
     result = find([*digits, "--seed", "3", *settings, "--out", str(tmp_path / "out")], command)
     assert result["recipe_rate"] == pytest.approx(0.5 * 2)
     assert result["lr"] == pytest.approx(result["rate"] / 2, rel=0.05)
+    assert f"train with it: --lr {result['lr']:g}" in format_lr(result)
 
 
 def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, command: Command) -> None:

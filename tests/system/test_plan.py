@@ -114,6 +114,8 @@ def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path
     assert found("digits") == (1258, 10, "parallel-cnn")
     with pytest.raises(InputError, match=r"data\.folds = 3: flatout plan estimates single runs"):
         find_work("digits", None, {"data.folds": 3}, None, None, console=Console(None))
+    with pytest.raises(InputError, match=r"epochs = 0: .*--epochs N estimates training"):
+        find_work("digits", None, {"epochs": 0, "linear_probe": True}, None, None, console=Console(None))
     recipe = tmp_path / "mine.toml"
     recipe.write_text('model = "vgg16"\nimage_size = 64\nepochs = 2\nbatch_size = 16\n')
     assert found(str(recipe), images=500, classes=7) == (500, 7, "vgg16")

@@ -60,9 +60,11 @@ def test_efficiency_is_against_the_fewest_devices_of_the_same_kind(tmp_path: Pat
         assert image.width > image.height > 400
 
 
-def test_folds_are_refused_before_training(tmp_path: Path, command: Command) -> None:
+def test_folds_and_heads_alone_are_refused_before_training(tmp_path: Path, command: Command) -> None:
     words = ("scale", "digits", "--devices", "cpu", "--set", "data.folds=3", "--out", tmp_path / "out")
     assert "data.folds = 3: flatout scale measures single runs; leave it out" in command(*words, code=2)
+    head = (*words[:4], "--epochs", "0", "--set", "linear_probe=true", *words[-2:])
+    assert "epochs = 0: the job only fits a head" in command(*head, code=2)
     assert not (tmp_path / "out").exists()
 
 

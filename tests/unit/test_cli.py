@@ -31,6 +31,16 @@ def test_operands_are_given_by_position_or_by_name(words: str) -> None:
     assert (args.run, args.data, args.json) == ("runs/a", "photos", True)
 
 
+@pytest.mark.parametrize("words", ["a --json -- -x.jpg", "--json -- a -x.jpg", "--json a -- -x.jpg"])
+def test_names_after_two_dashes_may_begin_with_one(words: str) -> None:
+    args = parse(["predict", *words.split()])
+    assert (args.run, args.files, args.json) == ("a", ["-x.jpg"], True)
+
+
+def test_the_case_of_devices_does_not_matter() -> None:
+    assert parse(["train", "--devices", "AUTO"]).devices == "auto"
+
+
 def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:
     refused = {"pretrained": False, "weights": ""}
     for words, changes in (("", {}), ("--pretrained", {"pretrained": True}), ("--no-pretrained", refused)):

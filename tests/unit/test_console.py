@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,13 @@ def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
     lines = stream.getvalue().splitlines()
     assert 20 < len(lines) < 70  # one every 10 s at first; a line every 10 s throughout would be 720
     assert lines[0] == "epoch 1/1  1 h 59 min left  1/s  10 of 7,200 images"
+
+
+def test_a_full_disk_ends_no_training_by_its_log() -> None:
+    console = Console()
+    console.open_log(Path("/dev/full"))
+    console.note("one")
+    console.close()
 
 
 def show_progress() -> str:

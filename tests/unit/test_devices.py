@@ -118,6 +118,8 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host) -> None:
     assert engine_for("cpu", "auto") == engine_for("auto", "torch") == "torch"
     assert str(parse_devices("auto", "xla")) == "8xtpu"
     assert str(parse_devices("4xtpu", "xla")) == "4xtpu"
+    assert str(parse_devices("tpu:2,3", "xla")) == "tpu:2,3"
+    assert factory.join("8xtpu", "xla").device.type == "cpu"  # of the host, which drives the TPUs
 
 
 # --- processes and threads --------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
 """Files that are either whole or absent."""
 
+import fcntl
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from flatout.data.cache import temporary_folder
 from flatout.utils.files import sweep_temporary_files, write_atomically
 
 
@@ -29,3 +34,14 @@ def test_what_killed_processes_left_is_swept_whatever_runs_under_their_number(tm
     write_atomically(tmp_path / "file", write)
     assert (tmp_path / "file").read_text() == "whole"
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".notes.tmp", "file", "logs"]
+
+
+def test_a_file_system_without_locks_gets_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks"):
+        temporary_folder()
+    assert not list(tmp_path.iterdir())

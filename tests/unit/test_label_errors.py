@@ -73,6 +73,12 @@ def test_the_folds_cost_little_more_than_one_training(epochs: int) -> None:
     assert (recipe.data.folds - 1) * recipe.epochs / epochs <= 1.2
 
 
+def test_heads_are_fitted_to_two_thirds_of_the_images_and_no_schedule_watches_the_others() -> None:
+    recipe = load_job("caltech101").override({"epochs": 0, "linear_probe": True, "pretrained": True})
+    folds = recipe_of_folds(recipe)
+    assert (recipe.schedule.name, folds.schedule.name, folds.data.folds) == ("plateau", "constant", 3)
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("labels") / "photos"
@@ -140,7 +146,8 @@ def test_the_printed_command_finds_the_images(
 ) -> None:
     source = read_data(tmp_path, photos)
     _, lines = write_errors(dataclasses.replace(found, source=source), tmp_path)
-    _, _, listed, _, folder = shlex.split(lines[-1].partition(": ")[2])
+    _, _, listed, _, folder, *task = shlex.split(lines[-1].partition(": ")[2])
+    assert task == ["--set", "task=single-label"]
     assert [*(recognise(Path(listed), Data(images=folder)).read().files or ())] == [*(source.files or ())]
 
 

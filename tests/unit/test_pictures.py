@@ -100,6 +100,12 @@ def test_a_run_of_one_epoch_shows_the_loss_by_steps():
     assert len(loss.lines[0].get_xdata()) == 10
 
 
+def test_a_short_last_epoch_does_not_move_the_loss_by_steps():
+    lines = [epoch_line(1), epoch_line(2, step=15)]
+    loss = panel(lines, "loss", train_loss_by_step=[[10, 1.0], [15, 0.5]])
+    assert list(loss.lines[0].get_xdata()) == [1.0, 1.5]
+
+
 def test_the_legend_names_the_kept_epoch_and_its_score():
     metrics = [epoch_line(e, valid_accuracy=0.8 + 0.01 * e) for e in (1, 2, 3)]
     labels = [text.get_text() for text in panel(metrics, "accuracy", kept_epoch=2).get_legend().get_texts()]

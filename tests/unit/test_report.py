@@ -211,3 +211,5 @@ def test_stages_of_a_run_from_published_weights(tmp_path: Path):
     assert "the head is fitted to the features | 1.5 s" in stages
     assert "1,000 of 5,000 parameters, 4 epochs; the others are frozen | 60 s" in stages
     assert "the weights of epoch 3 | 2.0 s" in stages
+    (run / "summary.json").unlink()  # as of a killed run
+    assert "Stages" not in Page(run).sections

@@ -89,6 +89,10 @@ def test_without_a_warm_up_a_larger_batch_gets_five_epochs_or_a_tenth_of_the_run
     assert set(found[warmup_steps:]) == {2.0}
 
 
+def test_the_default_warm_up_is_a_tenth_of_the_steps_that_are_taken() -> None:
+    assert rates({**LARGE, "epochs": 90, "max_steps": 10 * STEPS})[STEPS] == 2.0
+
+
 @pytest.mark.parametrize("warmup", [0.0, 2.0])
 def test_a_smaller_batch_scales_down_and_warms_up_as_ever(warmup: float) -> None:
     small = rates({"batch_size": 4, "optimizer.lr_base_batch": 16, "schedule.warmup_epochs": warmup})
@@ -104,5 +108,5 @@ def test_schedules_start_from_the_scaled_rate_after_the_warm_up(name: str, first
 
 def test_the_run_can_say_what_the_rate_came_to() -> None:
     scaled = "learning rate 2 for batches of 32: 0.5 for batches of 8, scaled (linear)"
-    assert describe_scaling(BASE.override(LARGE)) == f"{scaled}; warm-up from 0.5 over 1 epoch"
-    assert describe_scaling(BASE.override({**LARGE, "schedule.name": "one-cycle"})) == scaled
+    assert describe_scaling(BASE.override(LARGE), 10) == f"{scaled}; warm-up from 0.5 over 1 epoch"
+    assert describe_scaling(BASE.override({**LARGE, "schedule.name": "one-cycle"}), 10) == scaled

@@ -247,15 +247,12 @@ def estimate_on_gpus(
     work: "Work", chips: Mapping[str, Chip], price: float | None, *, inference: bool, allow_code: bool
 ) -> JsonObject:
     """Return the estimates in plan.json: a row for each GPU; `price` is that of one for an hour."""
-    if not work.recipe.epochs:
-        raise InputError(
-            "epochs = 0: the job fits the head to features and trains nothing; --epochs N estimates training, and "
-            "--inference --epochs 1 the pass that computes the features"
-        )
     from flatout.analysis.gpu_trace import tracer_of, usual_precision
 
     traces = tracer_of(work, inference=inference, allow_code=allow_code)
     rows, refused = [], []
+    median, most = EXPECTED_ERRORS["prediction" if inference else "training"]
+    errors = {"expected_error": median, "expected_error_90": most}
     for name, chip in chips.items():
         precision = work.recipe.precision
         if precision == "auto":
@@ -271,11 +268,10 @@ def estimate_on_gpus(
             fit = f"the largest that fits is about {largest:,}" if largest else "not even one image fits"
             refused.append(f"{name}: {trace.peak_bytes / 2**30:.1f} of {chip.memory:g} GiB, {fit}")
             continue
-        rows.append(_row(work, name, chip, trace, precision, price) | {"largest_batch": max(largest, work.batch)})
+        row = _row(work, name, chip, trace, precision, price)
+        rows.append(row | {"largest_batch": max(largest, work.batch)} | errors)
     if refused:
         raise InputError(f"--batch-size {work.batch}: does not fit on {'; '.join(refused)}")
-    median, most = EXPECTED_ERRORS["prediction" if inference else "training"]
-    rows = [{**row, "expected_error": median, "expected_error_90": most} for row in rows]
     return {"estimate": True, "inference": inference, "price_per_gpu_hour": price, "gpus": rows}
 
 

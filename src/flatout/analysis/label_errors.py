@@ -136,14 +136,16 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
     """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
     changes: dict[str, object] = {
         "epochs": max(1, int(SHARE_OF_EPOCHS * recipe.epochs)),
-        "data.folds": FOLDS if recipe.epochs > 1 else 2,
+        "data.folds": FOLDS if recipe.epochs > 1 or recipe.pretrained else 2,
         "data.fold": 0,
         "keep": "last",
         "early_stopping": 0,
         "tta": False,
     }
+    if recipe.schedule.name == "plateau":  # it needs a validation split
+        changes["schedule.name"] = "constant"
     if recipe.pretrained:
-        # The features are computed once per image; the heads are fitted to them.
+        # The heads are fitted to features.
         changes |= {"freeze": "all-but-last-0", "linear_probe": True}
         changes |= {f"augment.{key}": value for key, value in dataclasses.asdict(type(recipe.augment)()).items()}
     return recipe.override(changes)
@@ -201,9 +203,9 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
         changes = {e.index: source.classes[e.suggested] for e in found.errors if e.confidence >= CORRECTED_FROM}
         write_corrected(source, changes, out / CORRECTED)
         result |= {"corrected": str(out / CORRECTED), "applied": len(changes)}
-        words = shlex.join(["flatout", "train", str(out / CORRECTED), "--images", str(source.folder)])
+        words = ["flatout", "train", str(out / CORRECTED), "--images", str(source.folder), "--set", "task=single-label"]
         corrected = f"{counted(len(changes), 'label')} with a confidence of at least {CORRECTED_FROM:g} corrected"
-        lines.append(f"{corrected}; train on the result: {words}")
+        lines.append(f"{corrected}; train on the result: {shlex.join(words)}")
     else:
         lines.append(f"{CORRECTED} is not written: the images are not separate files in one folder")
     return result, lines

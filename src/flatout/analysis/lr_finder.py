@@ -141,8 +141,9 @@ def format_lr(result: JsonObject) -> list[str]:
     remark = "no suggestion: the loss fell at no learning rate; check the labels, the images and the optimizer"
     if result["rate"] is not None:
         table.append(["suggested", f"{result['rate']:.2g}"])
-    files = f"{result['out']}: {LR_RESULT}, {LR_CHART}"
-    return [*aligned(table), "", *[remark] * (result["rate"] is None), files]
+        # In terms of the recipe's `lr_base_batch`.
+        remark = f"train with it: --lr {result['lr']:g}"
+    return [*aligned(table), "", remark, f"{result['out']}: {LR_RESULT}, {LR_CHART}"]
 
 
 def _draw(path: Path, result: JsonObject) -> None:

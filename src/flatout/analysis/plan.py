@@ -151,6 +151,11 @@ def find_work(
     given = [name for name, value in (("images", images), ("classes", classes)) if value is not None]
     if given and about != "as given":
         about = f"{about}, but {' and '.join(given)} as given"
+    if not recipe.epochs:
+        raise InputError(
+            "epochs = 0: the job fits the head to features and trains nothing; --epochs N estimates training, and "
+            "--gpu with --inference --epochs 1 the pass that computes the features"
+        )
     if recipe.data.folds:
         raise InputError(f"data.folds = {recipe.data.folds}: flatout plan estimates single runs; leave it out")
     if not recipe.data.mean:
@@ -162,7 +167,7 @@ def find_work(
 def _count(
     job: str | Recipe | None, data: str | None, changes: Mapping[str, Any], console: Console
 ) -> tuple[Recipe, int, int, str]:
-    recipe, found = resolve(job, data, changes, accelerated=True, console=console)
+    recipe, found = resolve(job, data, changes, accelerated=True, console=console, fetch=False)
     source = found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]

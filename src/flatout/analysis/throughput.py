@@ -112,8 +112,10 @@ def bench(recipe: Recipe, data: DataSource | ImageDataset, options: Options, con
     of the first two, which `limit` names.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        if not recipe.epochs:
+            console.note("epochs = 0: the job only fits a head; these are the rates of training all layers")
         # The devices that suit one epoch suit this measurement, which is about as short.
-        recipe = recipe.override({"epochs": 1})
+        recipe = recipe.override({"epochs": 1, "linear_probe": False})
         options = replace(options, out=Path(folder) / "run")
         return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _bench_on_rank)
 
@@ -235,6 +237,8 @@ def scale(
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     if recipe.data.folds and not recipe.data.fold:
         raise InputError(f"data.folds = {recipe.data.folds}: flatout scale measures single runs; leave it out")
+    if not recipe.epochs:
+        raise InputError("epochs = 0: the job only fits a head, which takes no steps; --epochs N compares training")
     # Decoded here, because otherwise only the first run would include decoding.
     load(found, recipe, cache=True, report=console)
     console.finish()

@@ -354,7 +354,7 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
-    from flatout.analysis.label_errors import COST_OF_FOLDS, find_label_errors, write_errors
+    from flatout.analysis.label_errors import COST_OF_FOLDS, FOLDS, find_label_errors, write_errors
     from flatout.engine.devices import engine_for
     from flatout.engine.factory import speeds_on
 
@@ -365,6 +365,9 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
     speeds = speeds_on(args.devices, engine_for(args.devices, args.engine))
     recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
+    if recipe.pretrained and minutes is not None:
+        # Each fold computes the features of all images.
+        recipe, data, options = _measured_job(args, console, seconds=60 * minutes / FOLDS, speeds=speeds)
     if not recipe.pretrained:
         console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
     found = find_label_errors(recipe, data, options, console)

@@ -37,7 +37,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--overwrite": {"action": "store_true", "help": "replace the run in --out"},
     "--track": {"action": "append", "default": [], "choices": TRACKERS, "help": "experiment tracker; repeatable"},
     "--no-cache": {"action": "store_true", "help": "do not keep the decoded images for the next run"},
-    "--devices": {"default": "auto", "metavar": "SPEC", "help": "auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"},
+    "--devices": {
+        "type": str.lower,
+        "default": "auto",
+        "metavar": "SPEC",
+        "help": "auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu",
+    },
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},
     "--allow-code": {"action": "store_true", "help": "import the run's package.module:factory model"},
     "--port": {"type": int, "metavar": "N", "help": "the port, or the next free one (8420)"},
@@ -119,17 +124,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if not given:
         parser.print_help(sys.stderr)
         parser.exit(WRONG_INPUT)
-    args, extra = parser.parse_known_args(given)
+    end = given.index("--") if "--" in given else len(given)
+    args, extra = parser.parse_known_args(given[:end])
     command, subparser = COMMANDS[args.command], subparsers[args.command]
     usage = subparser.format_usage().strip()
-    for flag in (word.partition("=")[0] for word in extra if word.startswith("-") and word != "--"):
+    for flag in (word.partition("=")[0] for word in extra if word.startswith("-")):
         words = [word for word in subparser._option_string_actions if word.startswith("--")]
         subparser.error(f"there is no flag {flag}; {nearest(flag, words)}")
     if any(re.fullmatch("(--[a-z-]+=)?", word) for word in given):
         # As a path it would be the current folder.
         subparser.error(f"an argument is empty; {usage}")
     # argparse leaves operands behind flags among the unknown arguments.
-    operands = [*getattr(args, "operands", ()), *extra]
+    operands = [*getattr(args, "operands", ()), *extra, *given[end + 1 :]]
     for operand in command.operands.split():
         name = operand.strip("[].").lower()
         if getattr(args, name, None) is not None:

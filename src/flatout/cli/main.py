@@ -38,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # SIGTERM ends the command as an exception does, so that locks and temporary files are removed.
         with signals_handled(_stop, signal.SIGTERM):
             _run(args)
-    except BrokenPipeError:
-        # The pipe is closed, as by `| head`. Python would report that again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         if not isinstance(error, Stopped):
@@ -64,9 +61,10 @@ def _run(args: Namespace) -> None:
     result, lines = output
     try:
         print(json.dumps(plain(result), indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # The pipe is closed, as by `| head`. Python would report that again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 

@@ -323,7 +323,8 @@ class Recipe(Checked):
         for end, total in self.schedule.earlier_lengths:
             if step < end:
                 return -(-total // steps_per_epoch), total
-        return self.epochs, self.total_steps(steps_per_epoch)
+        total = self.total_steps(steps_per_epoch)
+        return -(-total // steps_per_epoch), total
 
     @property
     def image_sides(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from flatout.data.cache import (
     temporary_folder,
     unfinished,
 )
+from flatout.data.decode import LIMIT as PIXELS_LIMIT
 from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
 from flatout.data.pack import (
     DESCRIPTION,
@@ -48,7 +50,7 @@ from flatout.data.pack import (
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.errors import InputError
-from flatout.utils.files import lock, printable
+from flatout.utils.files import lock
 
 
 def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
@@ -145,12 +147,18 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
 def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except how bad images are treated."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
+    # With these, more images can be read.
+    wanted += [name for name in ("pillow_heif", "imagecodecs") if find_spec(name)]
+    wanted += [limit] if (limit := os.environ.get(PIXELS_LIMIT)) else []
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataSource):
         # Other versions may read the same files in another way.
         task = [] if data.task == "auto" else [data.task]
         root = Path(data.path)
-        names = [str(path.relative_to(root) if root in path.parents else path.name) for path in data.inputs]
+        outside = -2 if "{" in str(root.parent) else -1  # the folders of a pattern may be splits
+        names = [
+            str(path.relative_to(root) if root in path.parents else Path(*path.parts[outside:])) for path in data.inputs
+        ]
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest(chain(parts, digest_files(data.inputs, memo=memo, report=report)))
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
@@ -178,9 +186,11 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
                 source = data.read()
                 pack = _in_use(_build(source, settings, target, report))
         make_room(cache, report)
-    if isinstance(data, ImageDataset) and (files := data.files) and pack.skipped_rows:
+    if isinstance(data, ImageDataset):
         # The pack may have been made from the same files in another folder, or named in another way.
-        pack = replace(pack, skipped={printable(files[row]): reason for row, reason in pack.skipped_rows.items()})
+        kept = data.without(pack.skipped_rows) if pack.skipped_rows else data
+        skipped = {data.file_name(row): reason for row, reason in pack.skipped_rows.items()}
+        pack = replace(pack, kind=kept.kind, notes=kept.notes, skipped=skipped or pack.skipped)
     count = len(pack.skipped_rows) or len(pack.skipped)
     _judge(pack.skipped, count, len(pack.labels) + count, settings)
     return pack
@@ -237,8 +247,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             fill=partial(_fill, source, form, highest),
             report=report,
         )
-        files = source.files or ()
-        skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
+        skipped = {source.file_name(index): reason for index, reason in sorted(bad.items())}
         _judge(skipped, len(bad), len(source), settings)
         kept = source.without(bad) if bad else source
         description = {

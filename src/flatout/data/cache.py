@@ -87,9 +87,13 @@ def temporary_folder() -> tuple[Path, int]:
                 shutil.rmtree(owner.parent, ignore_errors=True)
                 os.close(descriptor)
     folder = Path(tempfile.mkdtemp(prefix="flatout-"))
-    descriptor = lock(folder / ".new")
-    assert descriptor is not None
-    (folder / ".new").rename(folder / _OWNER)  # it gets its name when it is locked
+    try:
+        descriptor = lock(folder / ".new")
+        assert descriptor is not None
+        (folder / ".new").rename(folder / _OWNER)  # it gets its name when it is locked
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder, descriptor
 
 
@@ -128,7 +132,7 @@ def writing(folder: Path, what: str, needed: int = 0) -> Iterator[None]:
             raise NotWritable(folder, error) from None
         raise DiskFull(
             f"{folder}: the disk is full, or a limit reached: {what} and {shutil.disk_usage(folder).free:,} are free; "
-            "make room, or set FLATOUT_CACHE to a folder on a larger disk"
+            "make room, or choose another disk (for the cache, set FLATOUT_CACHE; for temporary files, TMPDIR)"
         ) from None
 
 

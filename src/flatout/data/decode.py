@@ -122,7 +122,7 @@ def read_header(path: ImageBytes | bytes) -> ImageHeader:
                 # Some versions of Pillow have already transposed the size, for TIFF images only.
                 tags = getattr(image, "tag_v2", None)
                 width, height = (tags[_WIDTH], tags[_HEIGHT]) if tags else image.size
-                mode, orientation = image.mode, _orientation_of(image)
+                mode, orientation = image.mode, orientation_of(image)
                 bits = 16 if mode.startswith("I") else 8
                 channels = 1 if bits == 16 or mode in ("1", "L", "LA", "La") else 3
     if orientation in TURNED:
@@ -157,6 +157,12 @@ def read_file(path: ImageBytes, length: int = -1) -> bytes:
     if not data:
         raise BadImage("is empty")
     return data
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """Return a transparent image over white, in mode RGB."""
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def refuse_size(width: int, height: int) -> None:
@@ -338,7 +344,7 @@ def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
         turn = _ONE_LARGE_IMAGE if image.width * image.height > LARGE_PIXELS else nullcontext()
         with turn, closing(image), _damage_refused():  # closing frees the pixels before the next image's turn
             image.load()
-            orientation = _orientation_of(image)
+            orientation = orientation_of(image)
             target = target.turned(orientation)
             image_HWC = _to_array(image, target)
     return upright(resized_to(image_HWC[None], target)[0], orientation)
@@ -380,7 +386,7 @@ def _damage_refused() -> Iterator[None]:
         raise BadImage(f"is truncated or damaged, or needs another package: {error}") from None
 
 
-def _orientation_of(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(EXIF_ORIENTATION, 1))
     except Exception:  # damaged metadata does not affect the pixels
@@ -401,9 +407,7 @@ def _to_array(image: Image.Image, target: Target) -> np.ndarray:
             return values[..., None]
         image = Image.fromarray(with_bits(values, 8))
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        if target.channels != 4:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        image = image.convert("RGBA") if target.channels == 4 else over_white(image)
     else:
         mode = "L" if image.mode in ("1", "L") else "RGB"
         image = image if image.mode == mode else image.convert(mode)

@@ -96,7 +96,8 @@ def recognise(
     class_list = find_class_list(options.classes, path)
     found = _recognise_format(path, class_list, options)
     if found is None and is_archive(path):
-        read = _ArchiveReader(path, class_list if options.classes else None, options, report)
+        class_list = class_list if options.classes else None  # one beside the archive is not of its content
+        read = _ArchiveReader(path, class_list, options, report)
         found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
     if found is None:
         is_photos = folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name)

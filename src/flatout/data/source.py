@@ -17,6 +17,7 @@ from flatout.data.labels import count_classes, first_few, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
+from flatout.utils.files import printable
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -117,6 +118,12 @@ class ImageDataset:
         """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
         return describe(self.kind, self.classes, self.splits, self.task)
 
+    def file_name(self, index: int) -> str:
+        """Return the name of a file for messages; in an archive, it begins with the archive's."""
+        assert self.files is not None
+        name = printable(self.files[index])
+        return name if self.unpacked is None else name.replace(str(self.unpacked.folder), str(self.path))
+
     def without(self, bad: Mapping[int, str]) -> "ImageDataset":
         """Return the files without bad ones (index -> reason); a split other than "train" may vanish."""
         assert self.files is not None
@@ -127,9 +134,9 @@ class ImageDataset:
         left = count_classes(self.labels[start:stop][is_good[start:stop]], len(self.classes))
         if len(lost := np.flatnonzero((had > 0) & (left == 0))):
             what = f"all training images of class {self.classes[lost[0]]!r} are bad"
-            raise InputError(
-                f"{self.path}: {what}; repair them ({first_few(f'{self.files[i]}: {bad[i]}' for i in bad)})"
-            )
+            of_class = [i for i in bad if start <= i < stop and count_classes(self.labels[[i]], len(had))[lost[0]]]
+            listed = first_few(f"{self.file_name(i)}: {bad[i]}" for i in of_class)
+            raise InputError(f"{self.path}: {what}; repair them ({listed})")
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
         emptied = [name for name, (a, b) in splits.items() if a == b and name != "train"]
@@ -255,4 +262,7 @@ def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:
         raise InputError(
             f"{where}: the images differ in size (height x width x channels: {', '.join(sizes)}); make them equal"
         )
+    if len({part.dtype for part in parts}) > 1:
+        types = (f"{name} {part.dtype}" for name, part in zip(names, parts, strict=True))
+        raise InputError(f"{where}: the images differ in type ({', '.join(types)}); make them equal")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one split, possibly memory-mapped, is not copied

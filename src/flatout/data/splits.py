@@ -76,7 +76,7 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
         fractions = {"test": data.test_fraction} if len(rows) == 1 else {}
         fractions["valid"] = data.valid_fraction
         left = every = rows["train"]
-        copies = _identical(pack, every) if any(fractions.values()) else every
+        copies = identical(pack, every) if any(fractions.values()) else every
         for name, fraction in fractions.items():
             # Both fractions are of all training images, although the second split is taken from the rest.
             groups = None if pack.groups is None else pack.groups[left]
@@ -95,10 +95,10 @@ def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarra
     """Return the rows that are divided into folds (training and validation images) and the fold of each, from 1."""
     pool = np.concatenate([np.arange(*span) for name, span in pack.splits.items() if name != "test"])
     groups = None if pack.groups is None else pack.groups[pool]
-    return pool, divide(pack.labels[pool], count, seed, groups, copies=_identical(pack, pool))
+    return pool, divide(pack.labels[pool], count, seed, groups, copies=identical(pack, pool))
 
 
-def _identical(pack: "Pack", rows: np.ndarray) -> np.ndarray:
+def identical(pack: "Pack", rows: np.ndarray) -> np.ndarray:
     """Number the distinct images by first appearance, int64 [N]; in a large pack, all images count as distinct."""
     row_bytes = pack.images[:1].nbytes
     if len(rows) * row_bytes > MAX_COMPARED_BYTES:
@@ -126,13 +126,19 @@ def split_by_labels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of samples kept and of samples taken, stratified by labels of any task.
 
-    With groups, int64 [N], whole groups are taken, about the fraction of the samples. For `copies` see `divide`.
+    With groups, int64 [N], whole groups are taken, about the fraction of the samples, but if possible not all groups of
+    a class. For `copies` see `divide`.
     """
     if groups is not None:
-        units = _joined(groups, copies)
+        units = joined(groups, copies)
         parts = min(len(np.unique(units)), GROUP_PARTS)
         wanted = min(max(1, round(fraction * parts)), parts - 1) if fraction else 0
-        is_taken = divide(labels, parts, seed, units) <= wanted
+        folds, taken = divide(labels, parts, seed, units), list[int]()
+        for fold in range(1, parts + 1):
+            if len(taken) < wanted and _has_all_classes(labels, ~np.isin(folds, [*taken, fold])):
+                taken.append(fold)
+        # Where each fold has a class of its own, one part lacks classes anyway.
+        is_taken = np.isin(folds, taken or range(1, wanted + 1))
     elif copies is not None:
         _, first, number = np.unique(copies, return_index=True, return_inverse=True)
         is_taken = np.isin(number, split_by_labels(labels[first], fraction, seed, stream=stream)[1])
@@ -143,7 +149,13 @@ def split_by_labels(
     return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
 
 
-def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
+def _has_all_classes(labels: np.ndarray, is_kept: np.ndarray) -> bool:
+    if labels.ndim == 2:
+        return bool((labels[is_kept].any(axis=0) == labels.any(axis=0)).all())
+    return labels.dtype.kind == "f" or len(np.unique(labels[is_kept])) == len(np.unique(labels))
+
+
+def joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
     """Merge groups, int64 [N], that contain copies of the same image."""
     if copies is None or len(np.unique(copies)) == len(copies):
         return groups
@@ -234,7 +246,7 @@ def divide(
     """
     units, members = np.arange(len(labels)), "images"
     if groups is not None:
-        units, members = np.unique(_joined(groups, copies), return_inverse=True)[1], "groups of data.group_column"
+        units, members = np.unique(joined(groups, copies), return_inverse=True)[1], "groups of data.group_column"
     elif copies is not None and len(np.unique(copies)) < len(labels):
         _, first, number = np.unique(copies, return_index=True, return_inverse=True)
         return divide(labels[first], count, seed)[number]

@@ -194,17 +194,13 @@ def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
         )
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed with gzip, bzip2 or xz."""
-    return _opener(path) is not None
-
-
 def open_decompressed(path: Path) -> IO[bytes]:
     """Open a file that may be compressed with gzip, bzip2 or xz."""
-    return (_opener(path) or open)(path, "rb")
+    return (opener_of(path) or open)(path, "rb")
 
 
-def _opener(path: Path) -> Callable[..., IO[bytes]] | None:
+def opener_of(path: Path) -> Callable[..., IO[bytes]] | None:
+    """Return the function that opens a file compressed with gzip, bzip2 or xz; None for another file."""
     with path.open("rb") as file:
         start = file.read(6)
     return next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)

@@ -198,10 +198,11 @@ class _Launch:
         if self._signal:
             return self._signal_error()
         if isinstance(error, RendezvousTimeoutError):
-            kind = TrainingFailed if rendezvous.attempt else InputError
-            return kind(
-                f"{where}: {rendezvous.missing()} within {self._hosts.timeout:g} s; start the same command on the "
-                "others, or wait longer with --rendezvous-timeout"
+            within = f"within {self._hosts.timeout:g} s; start the same command"
+            if rendezvous.attempt >= 0:
+                return TrainingFailed(f"{where}: a host was lost, and did not return {within} there; then --resume")
+            return InputError(
+                f"{where}: {rendezvous.missing()} {within} on the others, or wait longer with --rendezvous-timeout"
             )
         if isinstance(error, (RendezvousError, DistError)):
             return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the first host'}")

@@ -163,8 +163,7 @@ class _RankConsole(Console):
         super().open_log(path)
         sys.stdout.flush()
         with path.open("ab") as log:
-            if not self._output.is_symlink():  # to an earlier log, such as that of a previous fold
-                log.write(self._output.read_bytes())
+            log.write(self._output.read_bytes())
             log.flush()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

@@ -79,7 +79,7 @@ class SeveralHosts(Rendezvous):
     are_several = True
 
     def __init__(self, hosts: Hosts) -> None:
-        self.attempt, self._hosts, self._is_ending = 0, hosts, False
+        self._hosts, self._is_ending = hosts, False
         self._store, self._is_server = _open_store(hosts)
         os.environ[_NO_SHARED_STORE] = "1"
         self._handler = self._torch_handler()
@@ -87,7 +87,8 @@ class SeveralHosts(Rendezvous):
         nodes = self._store.compare_set("nodes", "", hosts.nodes).decode()
         if nodes != hosts.nodes:
             problem = f"hosts disagree on --nodes: {nodes} and {hosts.nodes}"
-            self.end_run(problem)
+            if not self._store.add("attempts", 0):  # a run that has begun goes on without this host
+                self.end_run(problem)
             self.leave()
             raise InputError(problem)
 

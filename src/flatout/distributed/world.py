@@ -346,7 +346,8 @@ def serve_store(address: str, port: int) -> TCPStore:
 
 def interface_to(address: str, port: int) -> str:
     """Return the name of the network interface from which this host reaches an address."""
-    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    # macOS refuses port 0.
+    family, _, _, _, target = socket.getaddrinfo(address, port or 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # This looks up the route; no packet is sent.
         probe.connect(target)

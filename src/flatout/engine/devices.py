@@ -46,8 +46,8 @@ class Devices:
         return self if self.engine == "torch" else Devices(kind="cpu", indices=(0,))
 
     def __str__(self) -> str:
-        is_choice = len(set(self.names)) < len(self.names) and self.kind == "cuda"
-        return f"cuda:{','.join(map(str, self.indices))}" if is_choice else spec_of(self.names)
+        is_repeated = len(set(self.names)) < len(self.names) and self.kind == "cuda"
+        return f"cuda:{','.join(map(str, self.indices))}" if is_repeated else spec_of(self.names)
 
 
 def spec_of(names: Sequence[str]) -> str:
@@ -56,7 +56,7 @@ def spec_of(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     is_choice = len(set(names)) == len(names) and list(names) != [f"{kind}:{i}" for i in range(len(names))]
-    if is_choice and kind == "cuda":
+    if is_choice:
         return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
     return f"{len(names)}x{kind}"
 

@@ -206,8 +206,10 @@ def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -
     """Return the world of the ranks that a launcher has started, or of this process alone."""
     found = launched()
     if found is None or found.size == 1:
+        if engine == "xla":
+            return World()
         names = parse_devices(spec).names if found is None else local_devices(spec, found.local_size)
-        return World(device=torch.device("cpu" if engine == "xla" else names[0]))
+        return World(device=torch.device(names[0]))
     if engine == "xla" and found.local_size > 1:
         raise InputError(
             f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "

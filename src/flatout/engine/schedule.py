@@ -57,12 +57,12 @@ def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
     return epochs or min(LARGE_BATCH_WARMUP_EPOCHS, run_epochs * LARGE_BATCH_WARMUP_SHARE), lr
 
 
-def describe_scaling(recipe: Recipe) -> str:
+def describe_scaling(recipe: Recipe, run_epochs: int) -> str:
     """Return a sentence for the log."""
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
     base = f"{optimizer.lr:g} for batches of {optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
     sentence = f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {base}"
-    epochs, start = warm_up(recipe, recipe.epochs)
+    epochs, start = warm_up(recipe, run_epochs)
     if start and recipe.schedule.name != "one-cycle":
         sentence += f"; warm-up from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     return sentence

@@ -17,7 +17,7 @@ from flatout.data.splits import splits_of
 from flatout.distributed.environment import launched
 from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
-from flatout.engine.devices import engine_for, parse_devices, spec_of
+from flatout.engine.devices import XLA_PRECISIONS, engine_for, parse_devices, spec_of
 from flatout.engine.factory import make_engine, precisions, run_on_devices
 from flatout.models.build import copied
 from flatout.tasks import task_named, wilson
@@ -60,7 +60,7 @@ def _evaluate(
     for member in run.members:
         recipe = member.recipe
         split, samples = held_out(member, pack, labels, other=other)
-        if formats and recipe.precision not in formats:
+        if recipe.precision not in (formats or XLA_PRECISIONS["cpu"]):
             # Trained on other hardware.
             recipe = recipe.override({"precision": "auto"})
         built = make_engine(

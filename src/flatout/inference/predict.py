@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from flatout.config.settings import nearest
-from flatout.data.decode import decode_image
+from flatout.data.decode import EXIF_ORIENTATION, decode_image, orientation_of
 from flatout.data.formats.folders import is_image_name
 from flatout.data.pixels import BadImage, channels_last, range_of, resize_images, to_pixels
 from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, MIN_IMAGES, set_threshold
@@ -207,6 +208,9 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
                 table.writerow(_row(one, numbered="class_1" in columns))
                 counts["images"] += 1
                 counts["unreadable"] += one.error is not None
+    except InputError:
+        path.unlink()
+        raise
     except OSError as error:
         message = f"{path}: cannot be written: {error.strerror}"
         if error.errno in NO_SPACE:
@@ -258,8 +262,8 @@ def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
         # NumPy lacks bfloat16.
         images = (images.float() if images.dtype == torch.bfloat16 else images).detach().cpu().numpy()
     channels = recipe.channels
-    ends = (images.shape[0], images.shape[-1]) if channels > 1 else images.shape[-1:]
-    if images.ndim == 2 or (images.ndim == 3 and channels in ends):
+    is_one = images.shape[-1] in (1, 3, 4, channels) or (channels > 1 and images.shape[0] == channels)
+    if images.ndim == 2 or (images.ndim == 3 and is_one):
         images = images[None]
     images = channels_last(images, "images", channels)
     scale = range_of(images, "images")
@@ -285,8 +289,9 @@ def _pixels(recipe: "Recipe", name: str, image: Any) -> tuple[str, np.ndarray] |
     try:
         if hasattr(image, "convert"):
             # As a file, so that its mode, transparency and orientation are treated as those of files.
-            file = io.BytesIO()
-            image.save(file, "PNG" if image.mode[0] in "1LPRI" else "TIFF", compress_level=1, exif=image.getexif())
+            file, exif = io.BytesIO(), Image.Exif()
+            exif[EXIF_ORIENTATION] = orientation_of(image)
+            image.save(file, "PNG" if image.mode[0] in "1LPRI" else "TIFF", compress_level=1, exif=exif)
             image = file.getvalue()
         if isinstance(image, bytes | Path):
             return name, decode_image(image, **shape)

@@ -75,6 +75,9 @@ class Run:
         if not (self.path / WEIGHTS).is_file():
             raise InputError(f"{self.path}: has not finished; flatout train --resume --out {self.path} continues it")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_frozen": None}  # a network of OpenVINO cannot be sent to the processes of devices
+
     @property
     def members(self) -> "tuple[Run, ...]":
         """The runs whose predictions are averaged: this one."""

@@ -64,7 +64,7 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
         "folds": _folds(summary, task) if summary.get("folds") else [],
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
-        "checked": CHECKED[task.name if has_epochs else "head"],
+        "checked": CHECKED[task.name + " head" * (not has_epochs)],
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
         "curves": {name: pictures.curve_svg(files.metrics, summary, name, task) for name in curves},
         "stages": stages(summary, files.recipe),

@@ -177,7 +177,8 @@ def _loss_by_step(metrics: Lines, summary: JsonObject) -> list[tuple[float, floa
     """Return (epoch, training loss) by steps in a run of few epochs; empty in a long one, or if none were recorded."""
     if not metrics or len(metrics) > LOSS_BY_STEP_UP_TO_EPOCHS or not metrics[-1].get("step"):
         return []
-    steps_per_epoch = metrics[-1]["step"] / metrics[-1]["epoch"]
+    first = next(line for line in metrics if line["epoch"])  # the last one may be shorter
+    steps_per_epoch = first["step"] / first["epoch"]
     points = summary.get("train_loss_by_step") or []
     return [(step / steps_per_epoch, loss) for step, loss in points if finite(loss) is not None]
 

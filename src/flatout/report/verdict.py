@@ -49,7 +49,10 @@ CHECKED = {
     "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
     "multi-label": "divergence, a rising loss, class balance, waiting for images",
     "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
-    "head": "overfitting, results no better than guessing, class balance",  # fitted to features, no epochs
+    # Fitted to features, no epochs.
+    "single-label head": "overfitting, results no better than guessing, class balance",
+    "multi-label head": "class balance",
+    "regression head": "results no better than the mean",
 }
 
 
@@ -248,13 +251,13 @@ def _input_wait(run: _Run) -> Iterator[str]:
 def stages(summary: JsonObject, recipe: JsonObject) -> list[tuple[str, str, str]]:
     """Return name, layers and time of each stage in words, for the nested plain values of a recipe.
 
-    Nothing is returned for a run in which all layers train from random weights.
+    Nothing is returned for a run in which all layers train from random weights, that has not finished, or of folds.
     """
     times = summary.get("time_seconds") or {}
     source = f"the weights {recipe['weights']}" if recipe.get("weights") else ""
     if recipe.get("pretrained") and not source:
         source = f"the published weights of {recipe.get('model')}"
-    if not source and "head" not in times:
+    if "epochs_trained" not in summary or (not source and "head" not in times):
         return []
 
     def spent(part: str) -> str:

@@ -212,6 +212,7 @@ def seconds_per_step(
                 if number == count:
                     break
         engine.counts()
+        engine.communication_seconds()  # not of the training
         return max(world.all_gather_object((time.perf_counter() - began) / number))
 
     each = steps(first_steps)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb")
 Function = Callable[..., Any]
+# What `summary.json` has of each split besides the metrics of a task.
+_COMPUTED = {"loss", "count", "images", "class_counts", "accuracy_interval", "top5_accuracy", "roc_auc"}
+_COMPUTED |= {"average_precision"}
 
 # --- Callbacks --------------------------------------------------------------------------------------------------------
 
@@ -54,8 +57,8 @@ class Callback:
     own, cloudpickle sends the object there before the run starts, and its attributes are copied back afterwards. Create
     what cannot be pickled, such as an open file, in `on_start`, and delete it in `on_end`.
 
-    An exception ends the run with a `TrainingFailed` that contains it. The weights and a checkpoint are kept. In a
-    cross-validation every fold is a run that calls the methods.
+    An exception ends the run with a `TrainingFailed` that contains it. The weights and a checkpoint are kept, unless it
+    is raised in `on_start`, before the training. In a cross-validation every fold is a run that calls the methods.
     """
 
     def on_start(self, run: RunInfo) -> None:
@@ -253,7 +256,7 @@ class WandB(_Tracker):
         self._run = run
         options = {"project": self.project, "name": self.name or run.path.name, "config": self._settings()}
         ids = run.path / LOGS / TRACKER_IDS
-        if run.epoch and ids.is_file():
+        if ids.is_file():
             options |= {"id": json.loads(ids.read_text(encoding="utf-8"))[self.package], "resume": "allow"}
         self._opened = wandb.init(**options | self.options)
         write_atomically(ids, (json.dumps({self.package: self._opened.id}) + "\n").encode())
@@ -346,11 +349,11 @@ def user_functions(loss: Function | None, transform: Any, batch_transforms: Any,
         for function in functions:
             if not callable(function):
                 raise InputError(f"{argument}: {function!r} is not a function of images")
-    several = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
+    several = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics or ()
     named = several if isinstance(several, Mapping) else {getattr(m, "__name__", str(m)): m for m in several}
-    known = sorted({name for task in TASKS.values() for name in task.metric_names})
+    known = sorted({name for task in TASKS.values() for name in task.metric_names} | _COMPUTED)
     for name, function in named.items():
-        if not (callable(function) and str(name).isidentifier() and name not in (*known, "loss", "count")):
+        if not (callable(function) and str(name).isidentifier() and name not in known):
             raise InputError(
                 f"metrics: {name!r} must be a function of labels and predictions with an unused name; give a "
                 f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'

@@ -249,7 +249,8 @@ def about_run(recipe: Recipe, engine: str, pack: Pack) -> JsonObject:
     """Return the fields of `summary.json` that do not depend on the training."""
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
     return {
-        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "tta", "task", "seed")},
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "max_steps")},
+        **{key: getattr(recipe, key) for key in ("tta", "task", "seed")},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "engine": engine,
         "classes": list(pack.classes),

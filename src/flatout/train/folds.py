@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from flatout.config import load_recipe
 from flatout.data.batches import Split
@@ -16,6 +17,8 @@ from flatout.data.labels import count_classes
 from flatout.data.pack import Pack
 from flatout.data.splits import folds_of
 from flatout.engine.base import Evaluation
+from flatout.engine.devices import parse_devices
+from flatout.engine.torch.accelerator import accelerator_of
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
 from flatout.report import page
@@ -66,21 +69,25 @@ def cross_validate(
 def _train_fold(
     fold: int, folder: Path, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]
 ) -> None:
-    recipe, out = request.recipe, folder / run_files.FOLD.format(fold)
+    recipe, options, out = request.recipe, request.options, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
     # A callback that ends a fold ends it for good.
     stopped = summary.get("stopped")
     has_ended = stopped is None or stopped.endswith("ended training")
-    is_whole = bool(summary) and summary.get("epochs") == recipe.epochs and has_ended
-    if is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps:
+    has_pictures = not options.report or "pictures" in (summary.get("time_seconds") or {})
+    lengths = {key: getattr(recipe, key) for key in ("epochs", "max_steps")}
+    is_whole = bool(summary) and all(summary.get(key, value) == value for key, value in lengths.items())
+    if is_whole and has_ended and has_pictures:
         console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
         return
-    # All folds use the number format that the first one has measured.
+    # All folds use the number format that the first one has measured, if this hardware has it.
     first = folder / run_files.FOLD.format(1) / run_files.RECIPE
     if recipe.precision == "auto" and fold > 1 and first.is_file():
-        recipe = recipe.override({"precision": load_recipe(first).precision})
+        measured, device = load_recipe(first).precision, parse_devices(options.devices, options.engine).names[0]
+        if options.engine == "xla" or measured in accelerator_of(torch.device(device)).precisions():
+            recipe = recipe.override({"precision": measured})
     is_begun = (out / run_files.RECIPE).is_file()
-    options = replace(request.options, out=out, resume=is_begun, overwrite=False, began=time.perf_counter())
+    options = replace(options, out=out, resume=is_begun, overwrite=False, began=time.perf_counter())
     recipe = recipe.override({"data.fold": fold})
     try:
         train_run(TrainRequest(recipe=recipe, data=request.data, options=options, module=request.module))

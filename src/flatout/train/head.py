@@ -20,7 +20,7 @@ from torch import nn
 from flatout.config import Augment, Recipe
 from flatout.data.batches import Split
 from flatout.data.pack import Pack
-from flatout.data.splits import divide
+from flatout.data.splits import divide, identical, joined
 from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.engine.base import Engine, Evaluation
@@ -72,6 +72,7 @@ def fit_head(
     *,
     class_weights: np.ndarray | None = None,
     groups: np.ndarray | None = None,
+    copies: np.ndarray | None = None,
     has_bias: bool = True,
     seed: int = 1,
     strength: float | None = None,
@@ -80,8 +81,8 @@ def fit_head(
 ) -> FittedHead:
     """Fit a head to features [N, F] of the images and perhaps of mirrored ones, by the loss without label smoothing.
 
-    A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold.
-    With a `base`, the difference from it is regularised.
+    A `strength` and `temperature`, as of a head for more images, replace the cross-validation. `groups` share a fold;
+    so do `copies`, equal numbers for identical images. With a `base`, the difference from it is regularised.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
@@ -93,7 +94,7 @@ def fit_head(
         torch.set_num_threads(max(1, physical_cores() // 2))
         problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias, base=base)
         if strength is None:
-            strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
+            strength, heads, answers, chosen = _cross_validate(problem, groups, copies, seed)
             if task.name == "single-label" and heads:
                 # If few images are all classified correctly, weak regularisation lets logits grow without bound.
                 temperature = fit_temperature(answers, labels[chosen])
@@ -211,18 +212,19 @@ class _Tried(NamedTuple):
 
 
 def _cross_validate(
-    problem: _Problem, groups: np.ndarray | None, seed: int
+    problem: _Problem, groups: np.ndarray | None, copies: np.ndarray | None, seed: int
 ) -> tuple[float, list[torch.Tensor], np.ndarray, np.ndarray]:
     """Return the best strength, its heads by fold, and their out-of-fold logits [n, K] with the images' indices."""
     most = min(MAX_IMAGES, int(MAX_PRODUCTS / problem.outputs / problem.zeros().shape[0]))
     chosen = np.arange(problem.count)
     if problem.count > most:
         chosen = np.sort(np.random.default_rng(seed).permutation(problem.count)[:most])
-    units = len(chosen) if groups is None else len(np.unique(groups[chosen]))
-    count = min(FOLDS, units)
+    together = copies if groups is None else joined(groups, copies)
+    groups, copies = (None if of is None else of[chosen] for of in (groups, copies))
+    count = min(FOLDS, len(chosen) if together is None else len(np.unique(together[chosen])))
     if count < 2:
         return STRONGER[0], [], np.full((len(chosen), problem.outputs), np.nan, np.float32), chosen
-    folds = divide(problem.labels[chosen], count, seed, None if groups is None else groups[chosen])
+    folds = divide(problem.labels[chosen], count, seed, groups, copies)
 
     def tried(strength: float, starts: Sequence[torch.Tensor]) -> _Tried:
         problems = [
@@ -262,7 +264,8 @@ class HeadStage:
     layers: HeadNetwork  # a copy of it
     fitted: FittedHead  # for the splits in `fitted_splits`
     fitted_splits: tuple[str, ...]
-    training_only: FittedHead | None  # for the training images alone, from which fine-tuning starts, if it does
+    # For the training images alone: fine-tuning starts from it, and it judges validation images beyond `MAX_IMAGES`.
+    training_only: FittedHead | None
     features: dict[str, list[np.ndarray]]  # by split, float32 [N, F] for each view
     placed: Mapping[str, TorchDataset]  # the splits in the engine that trains; empty if it has no cached layers
     labels: dict[str, np.ndarray]
@@ -291,7 +294,8 @@ class HeadStage:
     @functools.cached_property
     def known(self) -> FeatureStats | None:
         """The distribution of training features; None for a network with several heads."""
-        return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
+        is_single = len(self.head.layers) == 1 and not self.head.silent
+        return FeatureStats.of(self._compact("train"), self.labels["train"]) if is_single else None
 
     def evaluation(
         self, split: str, task: Task, *, with_logits: bool = False, known: FeatureStats | None = None
@@ -300,7 +304,7 @@ class HeadStage:
 
         It has the features' distances from the `known` ones, those of the training images.
         """
-        logits, labels = self._logits(split), self.labels[split]
+        logits, labels = self._unseen_logits(split), self.labels[split]
         return Evaluation(
             task=task,
             loss_sum=float(self._losses(logits, labels).sum()),
@@ -314,7 +318,7 @@ class HeadStage:
     @functools.cached_property
     def record(self) -> EpochRecord:
         """The line of metrics.jsonl: epoch 0."""
-        task, logits = self.task, self._logits("train")
+        task, logits = self.task, self._logits("train", self.fitted)
         targets = torch.from_numpy(task.targets(self.labels["train"]))
         metrics = {f"train_{task.step_metric}": float(task.step_metrics(logits, targets).float().mean())}
         watched = "valid" if "valid" in self.labels else "test"
@@ -351,15 +355,20 @@ class HeadStage:
         views = [compact(torch.from_numpy(view)) for view in self.features[split]]
         return torch.stack(views).mean(dim=0).numpy()
 
-    def _logits(self, split: str) -> torch.Tensor:
-        weight, bias = torch.from_numpy(self.fitted.weight), torch.from_numpy(self.fitted.bias)
+    def _logits(self, split: str, fitted: FittedHead) -> torch.Tensor:
+        weight, bias = torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias)
         each = torch.stack([torch.from_numpy(view) @ weight.T + bias for view in self.features[split]])
-        logits = self.task.averaged(each) if len(each) > 1 else each[0]
-        if split == "valid" and split in self.fitted_splits:
-            out_of_fold = torch.from_numpy(self.fitted.out_of_fold[-len(self.labels["valid"]) :])
-            # Images beyond the cross-validation limit have been seen.
-            logits = torch.where(out_of_fold.isnan().any(dim=1, keepdim=True), logits, out_of_fold)
-        return logits
+        return self.task.averaged(each) if len(each) > 1 else each[0]
+
+    def _unseen_logits(self, split: str) -> torch.Tensor:
+        if split != "valid" or split not in self.fitted_splits:
+            return self._logits(split, self.fitted)
+        out_of_fold = torch.from_numpy(self.fitted.out_of_fold[-len(self.labels["valid"]) :])
+        is_left_out = out_of_fold.isnan().any(dim=1, keepdim=True)
+        if not is_left_out.any():
+            return out_of_fold
+        assert self.training_only is not None
+        return torch.where(is_left_out, self._logits("valid", self.training_only), out_of_fold)
 
 
 def fit_to_features(
@@ -403,13 +412,15 @@ def fit_to_features(
     names = tuple(name for name in FITTED if name in splits and not (recipe.data.fold and name != "train"))
 
     def fit(names: tuple[str, ...], like: FittedHead | None = None) -> FittedHead:
+        rows = np.concatenate([splits[name].rows for name in names])
         return fit_head(
             [np.concatenate([features[name][view] for name in names]) for view in range(len(views))],
             np.concatenate([labels[name] for name in names]),
             task,
             head.outputs,
             class_weights=class_weights,
-            groups=None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names]),
+            groups=None if pack.groups is None else pack.groups[rows],
+            copies=None if like else identical(pack, rows),
             has_bias=head.has_bias,
             seed=recipe.seed,
             strength=like.strength if like else None,
@@ -417,7 +428,8 @@ def fit_to_features(
         )
 
     fitted = world.from_main(lambda: fit(names))
-    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs else None
+    has_seen = "valid" in names and np.isnan(fitted.out_of_fold[-len(labels["valid"]) :]).any()
+    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs or has_seen else None
     stage = HeadStage(
         task=task,
         head=head,
@@ -461,6 +473,7 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
             stage.head.outputs,
             class_weights=engine.class_weights,
             groups=None if context.pack.groups is None else context.pack.groups[split.rows],
+            copies=identical(context.pack, split.rows),
             has_bias=stage.head.has_bias,
             seed=recipe.seed,
             base=base,
@@ -471,7 +484,12 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
         # There are too few images to divide, so nothing says whether the correction helps.
         return None
     refitted = replace(
-        stage, fitted=fitted, fitted_splits=("valid",), features={"valid": features}, labels={"valid": split.labels}
+        stage,
+        fitted=fitted,
+        fitted_splits=("valid",),
+        training_only=replace(fitted, weight=base[0], bias=base[1]),
+        features={"valid": features},
+        labels={"valid": split.labels},
     )
     refitted.give(engine)
     worth = _validated(stage.task, refitted.evaluation("valid", stage.task).metrics)

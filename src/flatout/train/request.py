@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
-from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched, restart_count
 from flatout.train.callbacks import Callback, UserFunctions
 from flatout.utils.errors import InputError
 
@@ -61,7 +61,12 @@ class Options:
 
 
 def check(recipe: Recipe, options: Options) -> None:
-    """Refuse options that the recipe excludes."""
+    """Refuse options that the recipe or another launcher excludes."""
+    if launched() is not None and (options.hosts.most > 1 or options.restarts):
+        raise InputError(
+            "--nodes and --restarts: another launcher (torchrun, Slurm, Ray) has started this process as one of its "
+            "ranks; leave them out and use the launcher's own, or start flatout without it"
+        )
     refused = {
         "--minutes": options.minutes is not None,
         "several hosts or another launcher": options.hosts.most > 1 or launched() is not None,
@@ -92,9 +97,11 @@ class RunLog:
     def __init__(self, console: "Console", request: TrainRequest) -> None:
         self.console = console
         self.notes = [*request.options.notes]
-        self.seconds = dict(request.phase_seconds)
+        # A checkpoint counts the time before it, so a restarted rank counts from here.
+        is_first = restart_count() == 0
+        self.seconds = dict(request.phase_seconds) if is_first else {}
         self.setup_seconds = 0.0
-        self._began = request.options.began
+        self._began = request.options.began if is_first else time.perf_counter()
         self._lap = self._began + sum(self.seconds.values())
 
     def note(self, sentence: str) -> None:

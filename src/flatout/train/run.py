@@ -6,6 +6,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import platform
 import shlex
 import socket
@@ -78,7 +79,8 @@ def train_job(
         console=console,
         seconds=options.seconds,
         began=options.began,
-        speeds=factory.speeds_on(options.devices, options.engine),
+        # Hosts would measure different speeds, and so generate different recipes.
+        speeds=None if options.hosts.most > 1 else factory.speeds_on(options.devices, options.engine),
         explain=reasons.append,
     )
     options.functions.check(recipe, options.engine)
@@ -285,7 +287,7 @@ def new_progress(context: TrainContext) -> Progress:
     if stage is None:
         return Progress()
     progress = Progress(head=stage.record)
-    if stage.training_only is not None and context.recipe.keep == "best" and "valid" in stage.labels:
+    if context.recipe.epochs and context.recipe.keep == "best" and "valid" in stage.labels:
         weights = engine.snapshot(weights_only=True)
         stage.give(engine)
         progress.best = engine.snapshot(weights_only=True)
@@ -332,6 +334,8 @@ def run_epochs(
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
     reason, failure = "", None
+    # Collections of garbage would search the million objects of torch and timm: a tenth of the time of small steps.
+    gc.freeze()
     try:
         reason = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
@@ -340,6 +344,8 @@ def run_epochs(
         reason, failure = f"failed: {error}", error
     except Stopped as stopped:
         reason, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+    finally:
+        gc.unfreeze()
     log.console.finish()
     if isinstance(failure, TrainingFailed) and not isinstance(failure, CallbackFailed):
         monitor.restore()
@@ -349,8 +355,13 @@ def run_epochs(
     if reason:
         log.note(reason)
     if isinstance(failure, Stopped):
-        folder = context.run_dir.parent if recipe.data.fold else context.run_dir
-        log.console.note(f"continue with: flatout train --resume --out {shlex.quote(str(folder))}")
+        # A single fold may be trained on its own.
+        whole = context.run_dir.parent
+        is_part = recipe.data.fold and (whole / run_files.RECIPE).is_file()
+        folder = shlex.quote(str(whole if is_part else context.run_dir))
+        in_python = context.options.functions.in_training or context.request.module or not recipe.data.path
+        command = "flatout.fit(..., resume=True) with the same arguments"
+        log.console.note(f"continue with: {command if in_python else f'flatout train --resume --out {folder}'}")
     return monitor.context, Ended(reason=reason, failure=failure)
 
 
@@ -427,7 +438,8 @@ def resolve_auto_values(
         order = continued.data.order if continued else _order_for_memory(splits["train"], world, log)
         recipe = recipe.override({"data.order": world.broadcast_object(order)})
     if recipe.optimizer.lr_base_batch not in (0, recipe.batch_size):
-        log.note(describe_scaling(recipe))
+        steps = steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last)
+        log.note(describe_scaling(recipe, recipe.length_at(0, steps)[0]))
     return recipe
 
 
@@ -457,7 +469,8 @@ def agree(world: World, recipe: Recipe, pack: Pack) -> None:
             if value != first[name]:
                 raise InputError(
                     f"rank {rank} (host {host}) has {name} = {value!r}, but rank 0 (host {first_host}) has "
-                    f"{first[name]!r}: start all hosts with the same versions, data, recipe and flags"
+                    f"{first[name]!r}: start all hosts with the same versions, data, flags and recipe; a generated "
+                    "recipe depends on the host: give all of them one recipe.toml"
                 )
 
 

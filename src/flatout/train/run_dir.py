@@ -213,7 +213,7 @@ class Checkpoint:
     best: dict[str, Any]  # of `progress.best`, if any
     progress: Progress
     recipe: Recipe
-    data: JsonObject  # see `data_facts`
+    data: JsonObject  # see `data_facts`, and the names of the functions given in Python
 
     def save(self, folder: Path) -> None:
         """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
@@ -241,6 +241,12 @@ class Checkpoint:
             raise InputError(
                 f"--resume: the run was trained on the classes {', '.join(self.data['classes'])}, but the data has "
                 f"{', '.join(data['classes'])}: restore the data, or start a new run"
+            )
+        before, now = (facts.get("functions") for facts in (self.data, data))
+        if before is not None and before != now:
+            raise InputError(
+                f"--resume: the run was trained with {' and '.join(before) or 'no function'} given in Python: continue "
+                "with flatout.fit and the same functions"
             )
         if changed := [name for name, value in data.items() if self.data.get(name, value) != value]:
             report(f"the data has changed since the run began: {', '.join(changed)} differ")
@@ -298,7 +304,8 @@ def restore(context: TrainContext) -> Progress | None:
     if newest is None:
         note("nothing was saved yet: training starts from the beginning")
         return None
-    newest.check_resumable(recipe, data_facts(context.pack), note)
+    facts = data_facts(context.pack) | {"functions": context.options.functions.in_training}
+    newest.check_resumable(recipe, facts, note)
     progress = newest.progress
     if newest.best:
         engine.load_state({**state, **best})

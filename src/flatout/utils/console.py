@@ -1,6 +1,8 @@
 """Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages are also logged."""
 
+import contextlib
 import html
+import io
 import json
 import os
 import sys
@@ -51,7 +53,7 @@ class Console:
             is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
             display = (_NotebookBar if in_notebook() else _TerminalBar if is_terminal else Display)(stream)
         self._display = display
-        self._log: TextIO | None = None
+        self._log: io.RawIOBase | None = None
         self._pending: list[tuple[str, str]] = []
         self._last_shown = self._last_loss = self._started = time.monotonic()
         self._task: tuple[str, int] = ("", 0)
@@ -69,7 +71,7 @@ class Console:
     def open_log(self, path: Path) -> None:
         """Copy every line, those already printed included, to a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._log = path.open("ab", buffering=0)
         self._write_pending()
 
     def hand_over(self) -> list[tuple[str, str]]:
@@ -130,8 +132,9 @@ class Console:
     def _write_pending(self) -> None:
         if self._log:
             device = f" ({self.device})" if self.device else ""
-            self._log.writelines(f"{stamp} rank {self.rank}{device}  {text}\n" for stamp, text in self._pending)
-            self._log.flush()
+            lines = (f"{stamp} rank {self.rank}{device}  {text}\n" for stamp, text in self._pending)
+            with contextlib.suppress(OSError):  # the disk is full: training continues until a result is written
+                self._log.write("".join(lines).encode("utf-8", "backslashreplace"))
             self._pending.clear()
 
     def _show(self, event: str, *arguments: object) -> None:

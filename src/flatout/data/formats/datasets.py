@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
+from flatout.data.decode import MAX_FILE_BYTES, ImageBytes, over_white
 from flatout.data.formats.arrays import as_array, by_split, is_array
 from flatout.data.formats.shards import find_shards, reference
 from flatout.data.labels import first_few
@@ -269,7 +269,10 @@ def is_dataset(value: object) -> bool:
 
 
 def _is_map_style(value: object) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    from torch.utils.data import IterableDataset
+
+    # torch's has a method for items that raises.
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, IterableDataset)
 
 
 def from_dataset(data: object, task: str = "auto") -> ImageDataset:
@@ -333,7 +336,8 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
         if image.mode in ("I", "F"):
             raise InputError(f"{where} has 32 bits per pixel (mode {image.mode}); convert it to L, I;16 or RGB")
         if not image.mode.startswith("I;16"):
-            image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+            mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
+            image = (over_white(image) if image.has_transparency_data else image).convert(mode)
         pixels = np.asarray(image).reshape(image.height, image.width, -1)
         return pixels if image.mode in ("L", "RGB") else pixels.astype(np.uint16)
     if not is_array(image):

@@ -17,7 +17,7 @@ from flatout.data.formats.folders import is_dir, is_image_name, visible
 from flatout.data.labels import NoLabels, distinct_names, find_class_list
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
-from flatout.data.unpack import is_compressed, reading, tar_members
+from flatout.data.unpack import opener_of, reading, tar_members
 from flatout.utils.errors import InputError
 
 WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
@@ -61,7 +61,10 @@ def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions
 def find_shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
     """Return split -> shards by name, from a folder, a file, or a pattern; those without a split are training data."""
     found: dict[str, list[Path]] = {}
-    for split, file in _files(path) if path.is_dir() else ((None, file) for file in expand_braces(path)):
+    # The folders of a pattern such as {train,val}/{0..9}.tar may be splits.
+    has_folders = "{" in str(path.parent)
+    named = ((split_of(file.parent.name) if has_folders else None, file) for file in expand_braces(path))
+    for split, file in _files(path) if path.is_dir() else named:
         if is_shard(file.name) and file.is_file():
             found.setdefault(split or split_within(file.name) or "train", []).append(file)
     return {split: found[split] for split in SPLITS if split in found}
@@ -254,7 +257,7 @@ def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
 def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
     """Yield the samples of the records; checksums are not compared."""
     with reading(file), file.open("rb") as stream:
-        if is_compressed(file):
+        if opener_of(file):
             raise InputError(f"{file}: is compressed; unpack it first, such as with gunzip")
         size, offset, number = file.stat().st_size, 0, 0
         while header := stream.read(12):

@@ -60,7 +60,7 @@ class Accelerator:
     is_tuned = False  # likewise: libraries may choose their algorithms by measuring them
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._earlier_peak = device, 0
 
     @property
     def name(self) -> str:
@@ -158,12 +158,16 @@ class Accelerator:
         weakref.finalize(rows, file.close)
         return rows
 
-    def reset_peak(self) -> None:
+    def reset_peak(self, *, keep: bool = False) -> None:
+        """Measure from here on; `peak_bytes` may keep the peak so far."""
         if self.has_memory:
+            self._earlier_peak = (self.peak_bytes() or 0) if keep else 0
             torch.accelerator.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
-        return torch.accelerator.max_memory_allocated(self.device) if self.has_memory else None
+        if not self.has_memory:
+            return None
+        return max(self._earlier_peak, torch.accelerator.max_memory_allocated(self.device))
 
     def empty_cache(self) -> None:
         if self.has_memory:

@@ -206,7 +206,7 @@ class CapturedStep:
             # After the first graph, everything is initialised.
             seen, wanted = self._seen[constants], 1 if self._graphs else EAGER_STEPS
             if seen == wanted - 1:
-                self._accelerator.reset_peak()
+                self._accelerator.reset_peak(keep=True)
             if seen >= wanted:
                 self._record(source, inputs)
         if constants in self._graphs:

@@ -126,18 +126,23 @@ class TorchDataset:
         if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
             return False
         plain = self._plain.images
-        mirrored = None if plain is None else self._mirrored._plain.images
-        if plain is None or mirrored is None:
+        mirrored = self._mirrored._plain.images if self._is_everywhere(plain) else None
+        if not self._is_everywhere(mirrored):
             return False
+        assert plain is not None and mirrored is not None
         self._change_view(self._plain)
         chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
         assert self.source.images is not None
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
         return True
 
+    def _is_everywhere(self, images: torch.Tensor | None) -> bool:
+        """Whether every rank has them on its device: all ranks compute features together."""
+        return all(self._engine.world.all_gather_object(images is not None))
+
     def _change_view(self, chosen: DeviceImages) -> None:
         """Train on a view from now on; captured steps read it at the same address."""
-        if "source" not in vars(self):
+        if "source" not in vars(self) or (self.source.images is None) != (chosen.images is None):
             own = None if chosen.images is None else torch.empty_like(chosen.images)
             self.source = replace(chosen, images=own)
         self.source.samples = chosen.samples

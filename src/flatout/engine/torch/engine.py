@@ -354,13 +354,9 @@ class TorchEngine:
         seen = [network(self.prefix(view, len(view)) if self.cut else view) for view in views]
         return self.task.averaged(torch.stack(seen))
 
-    def is_frozen_faster(self, count: int) -> bool:
-        """Whether OpenVINO is worth its preparation for `count` images and a frozen network."""
-        return self.accelerator.is_host and count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
-
     def frozen_batch(self, count: int) -> int:
-        """Return the images per batch of a frozen network for `count` images; 0: as in evaluations."""
-        if not self.is_frozen_faster(count):
+        """Return the images per batch of a frozen network for `count` images; 0: too few for OpenVINO's preparation."""
+        if not self.accelerator.is_host or count * math.prod(self.recipe.image_sides) < WORTHWHILE_PIXELS:
             return 0
         most = max(1, BATCH_PIXELS // math.prod(self.recipe.image_sides))
         return math.ceil(count / math.ceil(count / most))
@@ -373,7 +369,7 @@ class TorchEngine:
 
     def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the fastest implementation of a frozen network for `count` images; `example` is an input batch."""
-        if not self.is_frozen_faster(count):
+        if not self.frozen_batch(count):
             return network
         return frozen_network(network, example, self.threads, self._report)
 

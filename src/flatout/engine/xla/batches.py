@@ -271,9 +271,9 @@ def _of_step(inputs: DeviceBatch, step: int) -> DeviceBatch:
     return jax.tree.map(lambda array: array[step], inputs)
 
 
-def fetch(array: jax.Array) -> np.ndarray:
+def fetch(array: jax.Array | np.ndarray) -> np.ndarray:
     """Return a whole array on the host; if other hosts have parts of it, all must call this."""
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 

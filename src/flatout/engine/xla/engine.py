@@ -69,6 +69,8 @@ class XlaEngine:
         where = f"XLA on {self.platform}"
         self._precision = choose_precision(recipe.precision, XLA_PRECISIONS[self.platform], where)
         self.cut = before_head(model, head) if head else frozen_cut(model, recipe)
+        if recipe.micro_batch:
+            report("micro_batch is ignored: XLA computes the whole share of a device at once")
         if self.cut and not head:
             report(self.cut.describe(recipe.augment.views))
         self.program = Program(
@@ -108,7 +110,8 @@ class XlaEngine:
         self, function: Callable[..., Any], inputs: DeviceBatch, table: jax.Array | None
     ) -> Callable[..., Any]:
         """Return a function of the program, compiled when first requested for arrays of these shapes."""
-        key = function, inputs.weights.shape, None if table is None else table.shape
+        # Views of cached layers have transforms, evaluations have none.
+        key = function, jax.tree.structure(inputs), inputs.weights.shape, None if table is None else table.shape
         if key not in self._compiled:
             lowered = self.sharding.lower(self.program, function, self._state, inputs, table)
             with compilation_cache():
@@ -156,24 +159,24 @@ class XlaEngine:
         self.flush()
         return bool(_all_finite(self._state))
 
-    def snapshot(self, *, weights_only: bool = False) -> State | dict[str, torch.Tensor]:
+    def snapshot(self, *, weights_only: bool = False) -> State:
         self.flush()
-        if not self._has_room(self._state):
-            return {n: v for n, v in self._host_state().items() if not (weights_only and n.startswith("optimizer."))}
-        return _copy(self._state._replace(optimizer=None) if weights_only else self._state)
+        state = self._state._replace(optimizer=None) if weights_only else self._state
+        return _copy(state) if self._has_room(state) else jax.tree.map(lambda array: np.array(fetch(array)), state)
 
-    def restore(self, snapshot: State | dict[str, torch.Tensor]) -> None:
+    def restore(self, snapshot: State) -> None:
         self.flush()
-        if isinstance(snapshot, State):
-            state = _copy(snapshot)
-            if snapshot.optimizer is None:
-                state = state._replace(optimizer=self._state.optimizer)
-            self._state = jax.device_put(state, self.sharding.of_state(state))
+        optimizer = self._state.optimizer
+        if isinstance(jax.tree.leaves(snapshot)[0], np.ndarray):
+            self._put_state(snapshot)
         else:
-            self.load_state({**self._host_state(), **snapshot})
+            state = _copy(snapshot)
+            self._state = jax.device_put(state, self.sharding.of_state(state))
+        if snapshot.optimizer is None:
+            self._state = self._state._replace(optimizer=optimizer)
 
-    def state(self, snapshot: State | dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        found = snapshot if isinstance(snapshot, dict) else self._host_state(snapshot)
+    def state(self, snapshot: State | None = None) -> dict[str, torch.Tensor]:
+        found = self._host_state(snapshot)
         return found if self.world.is_main else {}
 
     def _has_room(self, state: State) -> bool:

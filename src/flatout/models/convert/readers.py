@@ -84,10 +84,6 @@ def read_file(path: Path) -> SourceCheckpoint:
     Raises:
         InputError: it cannot be read, is damaged, or would execute code.
     """
-    if path.suffix == ".safetensors":
-        tensors = read_weights(path)[0]
-        # The format has no order.
-        return SourceCheckpoint("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
     if path.suffix in (".pdiparams", ".pdmodel"):
         raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     try:
@@ -97,6 +93,10 @@ def read_file(path: Path) -> SourceCheckpoint:
             end = file.read(8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if path.suffix == ".safetensors" or start[8:9] == b"{":
+        tensors = read_weights(path)[0]
+        # The format has no order.
+        return SourceCheckpoint("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
     if path.suffix == ".index" or end == tensorflow.MAGIC:
         return SourceCheckpoint("keras", tensorflow.read_variables(path), channels_last=True)
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
