@@ -14,9 +14,9 @@ from flatout.models.weights import read_weights
 from flatout.train.loop import TrainingLoop
 from flatout.train.progress import Progress
 from flatout.utils.errors import InputError
-from tests.engine.engines import make_engine
+from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
-from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
+from tests.engine.test_against_plain_loop import SILENT, assert_close, make_net, make_recipe, make_samples
 from tests.system.run_files import grey_levels
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
@@ -76,3 +76,15 @@ def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Pat
     message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
     with pytest.raises(InputError, match=message):
         flatout.fit(model, (IMAGES, LABELS), out=tmp_path / "run", eval_size=40, **{**KEYS, "image_size": size})
+
+
+def test_convolutions_compute_channels_last() -> None:
+    """With one channel both orders are contiguous, and torch's convolutions would choose the slower one."""
+    net, seen = make_net(), list[bool]()
+    for layer in (module for module in net.modules() if isinstance(module, nn.Conv2d)):
+        layer.register_forward_hook(
+            lambda module, images, found: seen.append(found.is_contiguous(memory_format=torch.channels_last))
+        )
+    train(make_engine("torch", net, make_recipe()), make_recipe(), make_samples())
+    assert seen
+    assert all(seen)

@@ -87,9 +87,11 @@ class SeveralHosts(Rendezvous):
         nodes = self._store.compare_set("nodes", "", hosts.nodes).decode()
         if nodes != hosts.nodes:
             problem = f"hosts disagree on --nodes: {nodes} and {hosts.nodes}"
-            if not self._store.add("attempts", 0):  # a run that has begun goes on without this host
+            if self._store.add("attempts", 0):
+                self._store.add("left", 1)  # a run that has begun goes on without this host
+            else:
                 self.end_run(problem)
-            self.leave()
+                self.leave()
             raise InputError(problem)
 
     def _torch_handler(self) -> DynamicRendezvousHandler:

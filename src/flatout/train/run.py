@@ -6,7 +6,6 @@
 import contextlib
 import copy
 import functools
-import gc
 import platform
 import shlex
 import socket
@@ -334,8 +333,6 @@ def run_epochs(
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
     reason, failure = "", None
-    # Collections of garbage would search the million objects of torch and timm: a tenth of the time of small steps.
-    gc.freeze()
     try:
         reason = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
@@ -344,8 +341,6 @@ def run_epochs(
         reason, failure = f"failed: {error}", error
     except Stopped as stopped:
         reason, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
-    finally:
-        gc.unfreeze()
     log.console.finish()
     if isinstance(failure, TrainingFailed) and not isinstance(failure, CallbackFailed):
         monitor.restore()

@@ -255,7 +255,8 @@ class TorchEngine:
             model = model.to(self.device)
             # Not `model.to(memory_format=...)`, which refuses 3D convolutions.
             for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.ndim == 4):
-                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+                # `contiguous` would leave the strides of a single channel, and so the outputs, as they are.
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
         self.world.broadcast([*model.parameters(), *model.buffers()])
         if self.is_sharded:
             from flatout.engine.torch.fsdp import shard
