@@ -198,11 +198,13 @@ class _Launch:
         if self._signal:
             return self._signal_error()
         if isinstance(error, RendezvousTimeoutError):
-            within = f"within {self._hosts.timeout:g} s; start the same command"
+            within = f"within {self._hosts.timeout:g} s"
             if rendezvous.attempt >= 0:
-                return TrainingFailed(f"{where}: a host was lost, and did not return {within} there; then --resume")
+                fix = "start all hosts again with --resume"
+                return TrainingFailed(f"{where}: a host was lost, and did not return {within}; {fix}")
             return InputError(
-                f"{where}: {rendezvous.missing()} {within} on the others, or wait longer with --rendezvous-timeout"
+                f"{where}: {rendezvous.missing()} {within}; start the same command on the others, or wait longer with "
+                "--rendezvous-timeout"
             )
         if isinstance(error, (RendezvousError, DistError)):
             return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the first host'}")

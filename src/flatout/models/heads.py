@@ -254,14 +254,14 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
             need = f"must return logits [N, {num_outputs}] for a batch of N {described}"
             raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
     logits = logits.float()
-    last = list(model.modules())[-1]
+    # A last sigmoid that is not called is for the user's own predictions.
+    ends_in_sigmoid = isinstance(list(model.modules())[-1], nn.Sigmoid) and ((logits >= 0) & (logits <= 1)).all()
     is_one_class, is_number = recipe.task in ("auto", "single-label"), recipe.task == "regression"
-    in_range = ((logits >= 0) & (logits <= 1)).all()  # a last sigmoid may be for the user's own predictions
-    sums_to_one = in_range and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
+    sums_to_one = (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
     if is_one_class and num_outputs > 1 and sums_to_one:
         report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
         model.register_forward_hook(_undo_softmax)
-    elif (not is_number if num_outputs == 1 else not is_one_class) and isinstance(last, nn.Sigmoid) and in_range:
+    elif (not is_number if num_outputs == 1 else not is_one_class) and ends_in_sigmoid:
         report(f"model {name!r} returns probabilities: logit() undoes its sigmoid, since the loss takes logits")
         model.register_forward_hook(_undo_sigmoid)
     elif not all(isinstance(output, torch.Tensor) for output in outputs):
