@@ -130,9 +130,15 @@ class _Problem:
         rows = torch.cat(views)
         self._mean, self._std = has_bias * rows.mean(0), rows.std(0, correction=0) + 1e-6
         standard = (rows - self._mean) / self._std
-        variances, axes = torch.linalg.eigh((standard.T @ standard / len(rows)).double())
+        are_few = len(rows) < rows.shape[1]
+        products = standard @ standard.T if are_few else standard.T @ standard
+        variances, axes = torch.linalg.eigh((products / len(rows)).double())
         kept = variances > SMALLEST_VARIANCE * variances[-1]
-        self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
+        variances, axes = variances[kept], axes[:, kept]
+        if are_few:
+            # From vectors of images to those of features.
+            axes = standard.double().T @ axes / (len(rows) * variances).sqrt()
+        self._variances, self._axes = variances.float(), axes.float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
         self._base, self._base_logits = base, torch.zeros(len(rows), 1)  # [V * N, 1], or K with a base
