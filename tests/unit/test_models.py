@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
+from flatout.models import heads
 from flatout.models.build import NETS, build_model, create_timm, usable_size
 from flatout.utils.errors import InputError
 from tests.nets import build
@@ -270,6 +271,21 @@ def test_outputs_of_every_form_become_logits(form: str):
     assert len(sentences) == (form != "tensor")
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module(x[:2]).__class__ is Outputs(form)(x[:2]).__class__, "the user's module stays as it is"
+
+
+def test_a_sigmoid_that_is_not_called_is_left_alone():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.for_users = nn.Linear(48, 1, bias=False), nn.Sigmoid()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x.flatten(1))  # 0 for a black image, as a probability may be
+
+    said: list[str] = []
+    recipe = Recipe(model="net", image_size=4, epochs=1, batch_size=1, loss="binary-cross-entropy")
+    heads.ensure_logits(Net(), "net", recipe, 1, said.append)
+    assert said == []
 
 
 def test_a_final_sigmoid_is_undone():

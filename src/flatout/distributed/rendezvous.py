@@ -81,7 +81,6 @@ class SeveralHosts(Rendezvous):
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._is_ending = hosts, False
         self._store, self._is_server = _open_store(hosts)
-        os.environ[_NO_SHARED_STORE] = "1"
         self._handler = self._torch_handler()
         self._store.add("came", 1)
         nodes = self._store.compare_set("nodes", "", hosts.nodes).decode()
@@ -93,6 +92,7 @@ class SeveralHosts(Rendezvous):
                 self.end_run(problem)
                 self.leave()
             raise InputError(problem)
+        os.environ[_NO_SHARED_STORE] = "1"
 
     def _torch_handler(self) -> DynamicRendezvousHandler:
         hosts = self._hosts

@@ -262,8 +262,8 @@ def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
         # NumPy lacks bfloat16.
         images = (images.float() if images.dtype == torch.bfloat16 else images).detach().cpu().numpy()
     channels = recipe.channels
-    is_one = images.shape[-1] in (1, 3, 4, channels) or (channels > 1 and images.shape[0] == channels)
-    if images.ndim == 2 or (images.ndim == 3 and is_one):
+    ends = (1, 3, 4, channels)
+    if images.ndim == 2 or (images.ndim == 3 and (images.shape[-1] in ends or images.shape[0] == channels > 1)):
         images = images[None]
     images = channels_last(images, "images", channels)
     scale = range_of(images, "images")

@@ -239,12 +239,15 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     images = torch.zeros(2, channels, height, width, device=_device(model))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checked = (False,) if isinstance(model, KerasModule) else (False, True)
+    last, found_last = list(model.modules())[-1], list[Any]()
+    handle = last.register_forward_hook(lambda module, arguments, output: found_last.append(output))
     try:
         with keep_modes(model), torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = [model.train(training)(images) for training in checked]
     except Exception as error:  # third-party code may raise anything
         raise InputError(f"model {name!r} fails on {described}: {type(error).__name__}: {first_line(error)}") from error
     finally:
+        handle.remove()
         for buffer, value in buffers:
             buffer.copy_(value)
     for output in reversed(outputs):
@@ -255,7 +258,9 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
             raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
     logits = logits.float()
     # A last sigmoid that is not called is for the user's own predictions.
-    ends_in_sigmoid = isinstance(list(model.modules())[-1], nn.Sigmoid) and ((logits >= 0) & (logits <= 1)).all()
+    ends_in_sigmoid = isinstance(last, nn.Sigmoid) and any(
+        torch.equal(value.float().flatten(), logits.flatten()) for value in found_last
+    )
     is_one_class, is_number = recipe.task in ("auto", "single-label"), recipe.task == "regression"
     sums_to_one = (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
     if is_one_class and num_outputs > 1 and sums_to_one:

@@ -74,10 +74,10 @@ def _train_fold(
     # A callback that ends a fold ends it for good.
     stopped = summary.get("stopped")
     has_ended = stopped is None or stopped.endswith("ended training")
-    has_pictures = not options.report or "pictures" in (summary.get("time_seconds") or {})
-    lengths = {key: getattr(recipe, key) for key in ("epochs", "max_steps")}
-    is_whole = bool(summary) and all(summary.get(key, value) == value for key, value in lengths.items())
-    if is_whole and has_ended and has_pictures:
+    is_whole = bool(summary) and summary.get("epochs") == recipe.epochs and has_ended
+    if is_whole and summary.get("max_steps", load_recipe(out / run_files.RECIPE).max_steps) == recipe.max_steps:
+        if options.report and "pictures" not in (summary.get("time_seconds") or {}):
+            page.draw_all(out)  # it was killed while they were drawn
         console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
         return
     # All folds use the number format that the first one has measured, if this hardware has it.
