@@ -387,6 +387,7 @@ def _damage_refused() -> Iterator[None]:
 
 
 def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if there is none, or it is damaged."""
     try:
         return int(image.getexif().get(EXIF_ORIENTATION, 1))
     except Exception:  # damaged metadata does not affect the pixels

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 TRACKERS = ("tensorboard", "wandb")
 Function = Callable[..., Any]
 # What `summary.json` has of each split besides the metrics of a task.
-_COMPUTED = {"loss", "count", "images", "class_counts", "accuracy_interval", "top5_accuracy", "roc_auc"}
-_COMPUTED |= {"average_precision"}
+_COMPUTED = {
+    "loss", "count", "images", "class_counts", "accuracy_interval", "top5_accuracy", "roc_auc", "average_precision"
+}  # fmt: skip
 
 # --- Callbacks --------------------------------------------------------------------------------------------------------
 

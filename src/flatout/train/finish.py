@@ -248,9 +248,9 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
 def about_run(recipe: Recipe, engine: str, pack: Pack) -> JsonObject:
     """Return the fields of `summary.json` that do not depend on the training."""
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
+    keys = ("job", "model", "batch_size", "epochs", "max_steps", "tta", "task", "seed")
     return {
-        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "max_steps")},
-        **{key: getattr(recipe, key) for key in ("tta", "task", "seed")},
+        **{key: getattr(recipe, key) for key in keys},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "engine": engine,
         "classes": list(pack.classes),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flatout.config import load_recipe
 from flatout.data.batches import Split
@@ -17,8 +16,7 @@ from flatout.data.labels import count_classes
 from flatout.data.pack import Pack
 from flatout.data.splits import folds_of
 from flatout.engine.base import Evaluation
-from flatout.engine.devices import parse_devices
-from flatout.engine.torch.accelerator import accelerator_of
+from flatout.engine.factory import join, precisions
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
 from flatout.report import page
@@ -83,8 +81,9 @@ def _train_fold(
     # All folds use the number format that the first one has measured, if this hardware has it.
     first = folder / run_files.FOLD.format(1) / run_files.RECIPE
     if recipe.precision == "auto" and fold > 1 and first.is_file():
-        measured, device = load_recipe(first).precision, parse_devices(options.devices, options.engine).names[0]
-        if options.engine == "xla" or measured in accelerator_of(torch.device(device)).precisions():
+        measured = load_recipe(first).precision
+        formats = precisions(options.engine, join(options.devices, options.engine))
+        if not formats or measured in formats:
             recipe = recipe.override({"precision": measured})
     is_begun = (out / run_files.RECIPE).is_file()
     options = replace(options, out=out, resume=is_begun, overwrite=False, began=time.perf_counter())

@@ -21,7 +21,7 @@ from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
 from flatout.train.progress import Progress
 from flatout.train.request import TrainContext
-from flatout.train.run_dir import Checkpoint, data_facts
+from flatout.train.run_dir import Checkpoint, facts_of
 from flatout.utils import run_files
 from flatout.utils.errors import signals_handled
 
@@ -131,7 +131,7 @@ class Monitor(LoopHooks):
         best = self._engine.state(progress.best) if progress.best else {}
         if context.world.is_main:
             kept = dataclasses.replace(progress, earlier_seconds=context.log.wall_seconds(progress))
-            facts = data_facts(context.pack) | {"functions": context.options.functions.in_training}
+            facts = facts_of(context)
             checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=context.recipe, data=facts)
             checkpoint.save(context.run_dir / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position

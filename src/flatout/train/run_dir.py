@@ -213,7 +213,7 @@ class Checkpoint:
     best: dict[str, Any]  # of `progress.best`, if any
     progress: Progress
     recipe: Recipe
-    data: JsonObject  # see `data_facts`, and the names of the functions given in Python
+    data: JsonObject  # see `facts_of`
 
     def save(self, folder: Path) -> None:
         """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
@@ -269,6 +269,11 @@ def data_facts(pack: Pack) -> JsonObject:
     return {"classes": list(pack.classes), "splits": splits, "images and labels": pack.fingerprint}
 
 
+def facts_of(context: TrainContext) -> JsonObject:
+    """Return what a run continues with besides its recipe: the data, and the names of functions given in Python."""
+    return data_facts(context.pack) | {"functions": context.options.functions.in_training}
+
+
 def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Recipe | None:
     """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
 
@@ -304,8 +309,7 @@ def restore(context: TrainContext) -> Progress | None:
     if newest is None:
         note("nothing was saved yet: training starts from the beginning")
         return None
-    facts = data_facts(context.pack) | {"functions": context.options.functions.in_training}
-    newest.check_resumable(recipe, facts, note)
+    newest.check_resumable(recipe, facts_of(context), note)
     progress = newest.progress
     if newest.best:
         engine.load_state({**state, **best})
