@@ -20,7 +20,6 @@ from typing import BinaryIO, NamedTuple, Protocol
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile, UnidentifiedImageError
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from flatout.config.settings import Size, sides
 from flatout.data.pixels import (
@@ -66,8 +65,8 @@ _START_BYTES = 512
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
-# Tags of TIFF 6.0, and the values of pictures: grey or RGB, and the kinds of alpha band.
-_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
+# Tags of TIFF 6.0, and their values: grey or RGB, the kinds of alpha band, unsigned integers.
+_WIDTH, _HEIGHT = 256, 257
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
 
@@ -263,26 +262,25 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
 
 def _bands_of(file: BinaryIO) -> _Bands | None:
     """Return the header of a TIFF file; None for those that Pillow decodes, and for damaged ones, which it names."""
+    import tifffile
+
+    # Its log about damaged files becomes the reason, or is ignored.
+    logging.getLogger("tifffile").addHandler(logging.NullHandler())
     try:
-        start = file.read(8)
-        if 43 in start[2:4]:  # BigTIFF
-            start += file.read(8)
-        tags = ImageFileDirectory_v2(start)
-        file.seek(tags.next)
-        tags.load(file)
-        samples, bits = int(tags.get(_SAMPLES, 1)), set(tags.get(_BITS, (1,)))
-        if samples < 2 or bits not in ({8}, {16}) or set(tags.get(_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
+        page = tifffile.TiffFile(file).pages.first
+        samples, bits = page.samplesperpixel, page.bitspersample
+        if samples < 2 or bits not in (8, 16) or page.sampleformat != _UNSIGNED:
             return None
-        is_grey, is_rgb = tags.get(_PHOTOMETRIC) in _GREY, tags.get(_PHOTOMETRIC) == _RGB
-        has_other_bands = (is_grey and (samples > 2 or bits == {16})) or (is_rgb and samples < 3)
+        is_grey, is_rgb = page.photometric in _GREY, page.photometric == _RGB
+        has_other_bands = (is_grey and (samples > 2 or bits == 16)) or (is_rgb and samples < 3)
         return _Bands(
-            height=int(tags[_HEIGHT]),
-            width=int(tags[_WIDTH]),
+            height=page.imagelength,
+            width=page.imagewidth,
             count=samples,
-            bits=bits.pop(),
+            bits=bits,
             is_picture=samples <= 4 and not has_other_bands,
-            has_alpha=bool(set(tags.get(_EXTRA, ())) & set(_ALPHA)) or not (is_grey or is_rgb),
-            orientation=int(tags.get(EXIF_ORIENTATION, 1)),
+            has_alpha=any(kind in _ALPHA for kind in page.extrasamples) or not (is_grey or is_rgb),
+            orientation=int(page.tags.valueof(EXIF_ORIENTATION, 1)),
         )
     except Exception:
         return None
@@ -291,8 +289,6 @@ def _bands_of(file: BinaryIO) -> _Bands | None:
 def _read_tiff(data: bytes) -> np.ndarray:
     import tifffile
 
-    # Its log about damaged files becomes the reason, or is ignored.
-    logging.getLogger("tifffile").addHandler(logging.NullHandler())
     with _damage_refused(), tifffile.TiffFile(io.BytesIO(data)) as file:
         page = file.pages.first
         parts = zip(page.dataoffsets, page.databytecounts, strict=True)
@@ -314,9 +310,7 @@ class _StrictPillow:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = ExitStack()
+        self._lock, self._before, self._inside = threading.Lock(), ExitStack(), 0
 
     def __enter__(self) -> None:
         with self._lock:
@@ -388,10 +382,9 @@ def _damage_refused() -> Iterator[None]:
 
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 if there is none, or it is damaged."""
-    try:
+    with suppress(Exception):  # damaged metadata does not affect the pixels
         return int(image.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # damaged metadata does not affect the pixels
-        return 1
+    return 1
 
 
 def _to_array(image: Image.Image, target: Target) -> np.ndarray:

@@ -302,20 +302,18 @@ def download_public(data: PublicData, folder: Path, report: Progress) -> Path:
 def _download_public_file(data: PublicData, name: str, folder: Path, report: Progress) -> None:
     failures: list[str] = []
     part = folder / f".{name}.part"
-    try:
-        for url in (base_url + name for base_url in data.base_urls):
-            report.note(f"downloading {url}")
-            try:
-                _Server(url).get([url], [part])
-            except InputError as error:
-                failures.append(str(error).partition("; ")[0])
-                continue
+    for url in (base_url + name for base_url in data.base_urls):
+        report.note(f"downloading {url}")
+        try:
+            _Server(url).get([url], [part])
             if (md5 := _md5(part)) == data.files[name]:
                 part.replace(folder / name)
                 return
             failures.append(f"{url}: the file there has MD5 {md5} instead of {data.files[name]}")
-    finally:
-        part.unlink(missing_ok=True)
+        except InputError as error:
+            failures.append(str(error).partition("; ")[0])
+        finally:
+            part.unlink(missing_ok=True)
     raise InputError(
         f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
         f"by other means, put them into {folder} and run again"

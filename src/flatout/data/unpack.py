@@ -12,11 +12,9 @@ import lzma
 import os
 import re
 import stat
-import struct
 import tarfile
 import weakref
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,11 +34,6 @@ _READ_BYTES = 1 << 20
 _BLOCK = 512
 _COMPRESSIONS = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _ENCRYPTED = 0x1
-# Exceptions of the libraries on damaged files.
-_DAMAGE = (
-    *(OSError, EOFError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError, struct.error),
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
-)
 
 
 def is_archive(path: Path) -> bool:
@@ -208,14 +201,15 @@ def opener_of(path: Path) -> Callable[..., IO[bytes]] | None:
 
 @contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Turn library errors about damaged or unreadable files into InputError; a full disk stays OSError."""
+    """Turn errors about damaged or unreadable files into InputError; a full disk stays OSError."""
     try:
         yield
     except (InputError, DiskFull):
         raise
-    except _DAMAGE as error:
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
+    except Exception as error:  # the libraries raise nearly every built-in error on damaged files
+        number = error.errno if isinstance(error, OSError) else None
+        if number in NO_SPACE:
             raise
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise InputError(f"{where}: cannot be read: {error.strerror}") from None
+        if number not in (None, errno.EINVAL):
+            raise InputError(f"{where}: cannot be read: {os.strerror(number)}") from None
         raise InputError(f"{where}: is damaged or cut off ({first_line(error)}); get it again") from None

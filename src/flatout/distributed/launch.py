@@ -63,7 +63,7 @@ def launch(
             f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
             "and from the global variables that they use"
         ) from error
-    payload = (os.getpid(), call, console.has_display, console.has_bar, console.hand_over())
+    payload = (os.getpid(), call, console.has_bar, console.hand_over())
     # torch's warnings about lost connections repeat what the messages say.
     variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     variables = {name: value for name, value in variables.items() if name not in os.environ}

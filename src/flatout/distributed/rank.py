@@ -189,10 +189,10 @@ def main() -> int:
         getattr(sys, name).reconfigure(line_buffering=True, errors="backslashreplace")
     # Only of the crashed thread: the stacks of all would hide the last lines of the log.
     faulthandler.enable(all_threads=False)
-    launcher, call, has_display, has_bar, lines = pickle.loads((folder / "payload").read_bytes())
+    launcher, call, has_bar, lines = pickle.loads((folder / "payload").read_bytes())
     _watch = Watch(folder, local_rank)
     _watch.start(launcher)
-    display = Relay(folder / "display", has_bar=has_bar) if rank == 0 and has_display else None
+    display = None if rank or has_bar is None else Relay(folder / "display", has_bar=has_bar)
     console = _RankConsole(output, rank, display, lines if rank == restart_count() == 0 else [])
     ready = folder / f"ready-{local_rank}-{os.getpid()}"
     outcome = _run(call, console, ready)

@@ -27,6 +27,10 @@ class Display:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
+    def handle(self, event: str, *arguments: Any) -> None:
+        """Call the method that an event names: `show`, `line` or `close`."""
+        getattr(self, event)(*arguments)
+
     def show(self, text: str, done: int, total: int) -> None:
         """Draw the progress in place; the end of its text may be cut off."""
 
@@ -59,14 +63,9 @@ class Console:
         self._task: tuple[str, int] = ("", 0)
 
     @property
-    def has_display(self) -> bool:
-        """Whether anything is shown."""
-        return self._display is not None
-
-    @property
-    def has_bar(self) -> bool:
-        """Whether progress is drawn in place."""
-        return self._display is not None and self._display.has_bar
+    def has_bar(self) -> bool | None:
+        """Whether progress is drawn in place; None if nothing is shown."""
+        return self._display and self._display.has_bar
 
     def open_log(self, path: Path) -> None:
         """Copy every line, those already printed included, to a file."""
@@ -138,10 +137,9 @@ class Console:
             self._pending.clear()
 
     def _show(self, event: str, *arguments: object) -> None:
-        """Call the method of the display that an event names."""
         try:
             if self._display is not None:
-                getattr(self._display, event)(*arguments)
+                self._display.handle(event, *arguments)
         except OSError:
             # The pipe is closed (`| head`) or the disk is full: training continues, and the log has all messages.
             self._display = None
@@ -188,17 +186,9 @@ class Relay(Display):
         super().__init__(path.open("a", encoding="utf-8"))
         self.has_bar = has_bar
 
-    def show(self, *progress: object) -> None:
-        """Have the progress drawn."""
-        self.line(*progress, event="show")
-
-    def line(self, *arguments: object, event: str = "line") -> None:
-        """Have a line printed."""
-        super().line(json.dumps([event, *arguments]))
-
-    def close(self) -> None:
-        """Have the bar removed."""
-        self.line(event="close")
+    def handle(self, event: str, *arguments: Any) -> None:
+        """Write an event."""
+        self.line(json.dumps([event, *arguments]))
 
 
 class _TerminalBar(Display):
@@ -241,19 +231,14 @@ class _NotebookBar(Display):
     _handle: Any = None
 
     def show(self, text: str, done: int, total: int) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._handle = self._handle or display({"text/plain": ""}, raw=True, display_id=True)
         bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress> {html.escape(text)}'
-        self._draw({"text/html": bar, "text/plain": text})
+        self._handle.update({"text/html": bar, "text/plain": text}, raw=True)
 
     def close(self) -> None:
         if self._handle is not None:
             # A displayed output cannot be removed, only cleared.
-            self._draw({"text/html": "", "text/plain": ""})
+            self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
             self._handle = None
-
-    def _draw(self, forms: dict[str, str]) -> None:
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-
-        if self._handle is None:
-            self._handle = display(forms, raw=True, display_id=True)
-        else:
-            self._handle.update(forms, raw=True)

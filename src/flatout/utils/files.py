@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 from collections.abc import Callable
 from datetime import datetime
@@ -13,7 +12,8 @@ from pathlib import Path
 from flatout.utils.errors import DiskFull, InputError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
+# The names of files that are being written.
+_TEMPORARY = f".*[.-]{'[0-9a-f]' * 8}.tmp"
 
 
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
@@ -38,10 +38,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
     `content` is its bytes, or a function that writes the path it is given. Raises DiskFull or InputError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = None
     try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            descriptor = lock(temporary)  # so that it is not swept
         if callable(content):
             # Some writers create files readable only by their owner; apply the umask instead.
             temporary.touch()
@@ -59,19 +56,15 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
             raise DiskFull(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
         raise InputError(f"{path}: cannot be written: {reason}; fix that, or choose another --out") from None
     finally:
-        with contextlib.suppress(OSError):  # the folder itself may be missing
-            temporary.unlink(missing_ok=True)
-        if descriptor is not None:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def sweep_temporary_files(folder: Path) -> None:
-    """Remove temporary files of killed processes from a folder and its subfolders."""
-    for path in folder.rglob(".*.tmp"):
+    """Remove files that killed processes were writing, from a folder that only this process writes to."""
+    for path in folder.rglob(_TEMPORARY):
         with contextlib.suppress(OSError):
-            if _TEMPORARY.fullmatch(path.name) and (descriptor := lock(path, wait=False)) is not None:
-                path.unlink(missing_ok=True)
-                os.close(descriptor)
+            path.unlink()
 
 
 def printable(name: object) -> str:
