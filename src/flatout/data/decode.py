@@ -6,7 +6,6 @@ Pillow; all then go through one resize. A file that cannot be used is a `BadImag
 
 import io
 import logging
-import math
 import os
 import stat
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import simplejpeg
@@ -34,6 +33,9 @@ from flatout.data.pixels import (
     with_channels,
 )
 from flatout.utils.errors import InputError
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage
 
 # Version of the decoding, recorded in every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
@@ -110,11 +112,12 @@ def read_header(path: ImageBytes | bytes) -> ImageHeader:
         path = read_file(path)
     start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
-        bands = _bands_of(file) if start.startswith(TIFF_STARTS) else None
-        if bands and (not bands.is_picture or bands.bits == 16):
-            refuse_size(bands.width, bands.height)
-            width, height, orientation = bands.width, bands.height, bands.orientation
-            mode, channels, bits = f"{bands.count} x uint{bands.bits}", bands.count, bands.bits
+        page = _bands_of(file) if start.startswith(TIFF_STARTS) else None
+        if page and (page.bitspersample == 16 or not _is_picture(page)):
+            width, height, orientation = page.imagewidth, page.imagelength, page.tags.valueof(EXIF_ORIENTATION)
+            refuse_size(width, height)
+            channels, bits = page.samplesperpixel, page.bitspersample
+            mode = f"{channels} x uint{bits}"
         else:
             file.seek(0)
             with _open_with_pillow(file, start) as image:
@@ -228,76 +231,51 @@ def _jpeg_orientation(data: bytes) -> int:
 # TIFF files of any number of bands
 
 
-class _Bands(NamedTuple):
-    """The header of a TIFF file of several bands of 8 or 16 bits.
-
-    `is_picture`: Pillow can decode it, possibly losing bands or bits. `has_alpha`: a band is transparency, or the
-    colours are neither grey nor RGB. `orientation` is the EXIF orientation, not applied yet.
-    """
-
-    height: int
-    width: int
-    count: int
-    bits: int
-    is_picture: bool
-    has_alpha: bool
-    orientation: int
-
-
 def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
     """Return the image of a TIFF file of which Pillow would lose bands or bits; else None."""
-    found = _bands_of(io.BytesIO(data))
-    is_plain = target.channels in (1, 3)
-    if found is None or (found.is_picture and is_plain and 8 in (found.bits, target.bits)):
+    page = _bands_of(io.BytesIO(data))
+    if page is None:
         return None
-    if found.is_picture and found.bits == 8 and (found.has_alpha or found.count != target.channels):
-        return None
-    refuse_size(found.width, found.height)
-    values = math.prod(found[:3])
-    if values * found.bits // 8 > MAX_ARRAY_BYTES:
-        raise BadImage(f"has {found.count} channels of {found.height} x {found.width} pixels, more than 2 GiB")
-    with _ONE_LARGE_IMAGE if values > 3 * LARGE_PIXELS else nullcontext():
-        return resized_to(upright(_read_tiff(data), found.orientation)[None], target)[0]
+    count, bits = page.samplesperpixel, page.bitspersample
+    if _is_picture(page):
+        is_plain = target.channels in (1, 3) and 8 in (bits, target.bits)
+        has_alpha = page.photometric not in (*_GREY, _RGB) or any(kind in _ALPHA for kind in page.extrasamples)
+        if is_plain or (bits == 8 and (has_alpha or count != target.channels)):
+            return None
+    height, width = page.imagelength, page.imagewidth
+    refuse_size(width, height)
+    if height * width * count * bits // 8 > MAX_ARRAY_BYTES:
+        raise BadImage(f"has {count} channels of {height} x {width} pixels, more than 2 GiB")
+    with _ONE_LARGE_IMAGE if height * width * count > 3 * LARGE_PIXELS else nullcontext():
+        with _damage_refused():
+            parts = zip(page.dataoffsets, page.databytecounts, strict=True)
+            if not all(offset + size <= len(data) for offset, size in parts):
+                raise BadImage("is truncated: some of its pixels are not there")
+            pixels = page.asarray(maxworkers=1)
+        if page.axes not in ("YXS", "SYX"):
+            raise BadImage(f"has bands in the order {page.axes}; save them as YXS or SYX")
+        image_HWC = pixels if page.axes == "YXS" else pixels.transpose(1, 2, 0)
+        return resized_to(upright(image_HWC, page.tags.valueof(EXIF_ORIENTATION))[None], target)[0]
 
 
-def _bands_of(file: BinaryIO) -> _Bands | None:
-    """Return the header of a TIFF file; None for those that Pillow decodes, and for damaged ones, which it names."""
+def _bands_of(file: BinaryIO) -> "TiffPage | None":
+    """Return the first page of a TIFF file of several bands of 8 or 16 bits; None for others, and for damaged ones."""
     import tifffile
 
     # Its log about damaged files becomes the reason, or is ignored.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
-    try:
-        page = tifffile.TiffFile(file).pages.first
-        samples, bits = page.samplesperpixel, page.bitspersample
-        if samples < 2 or bits not in (8, 16) or page.sampleformat != _UNSIGNED:
-            return None
-        is_grey, is_rgb = page.photometric in _GREY, page.photometric == _RGB
-        has_other_bands = (is_grey and (samples > 2 or bits == 16)) or (is_rgb and samples < 3)
-        return _Bands(
-            height=page.imagelength,
-            width=page.imagewidth,
-            count=samples,
-            bits=bits,
-            is_picture=samples <= 4 and not has_other_bands,
-            has_alpha=any(kind in _ALPHA for kind in page.extrasamples) or not (is_grey or is_rgb),
-            orientation=int(page.tags.valueof(EXIF_ORIENTATION, 1)),
-        )
-    except Exception:
-        return None
+    with suppress(Exception):
+        page: Any = tifffile.TiffFile(file).pages.first
+        if page.samplesperpixel > 1 and page.bitspersample in (8, 16) and page.sampleformat == _UNSIGNED:
+            return page
+    return None
 
 
-def _read_tiff(data: bytes) -> np.ndarray:
-    import tifffile
-
-    with _damage_refused(), tifffile.TiffFile(io.BytesIO(data)) as file:
-        page = file.pages.first
-        parts = zip(page.dataoffsets, page.databytecounts, strict=True)
-        if not all(offset + count <= len(data) for offset, count in parts):
-            raise BadImage("is truncated: some of its pixels are not there")
-        axes, pixels = page.axes, page.asarray(maxworkers=1)
-    if axes not in ("YXS", "SYX"):
-        raise BadImage(f"has bands in the order {axes}; save them as YXS or SYX")
-    return np.ascontiguousarray(pixels if axes == "YXS" else pixels.transpose(1, 2, 0))
+def _is_picture(page: "TiffPage") -> bool:
+    """Whether Pillow can decode it, possibly losing bands or bits."""
+    if page.photometric in _GREY:
+        return page.samplesperpixel == 2 and page.bitspersample == 8
+    return page.samplesperpixel in ((3, 4) if page.photometric == _RGB else (2, 3, 4))
 
 
 # All other formats

@@ -135,8 +135,7 @@ def write_images(
     dtype = np.dtype(f"u{bits // 8}")
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
     block_rows, step = max(1, BLOCK_BYTES // row_bytes), max(1, min(_SAMPLES_PER_TASK, _TASK_BYTES // row_bytes))
-    ends = range(block_rows, count + block_rows, block_rows)
-    blocks_of_rows = [range(end - block_rows, min(end, count)) for end in ends]
+    blocks_of_rows = [range(count)[start : start + block_rows] for start in range(0, count, block_rows)]
     spans = [block[start : start + step] for block in blocks_of_rows for start in range(0, len(block), step)]
 
     def decode(span: range) -> tuple[range, np.ndarray, dict[int, str]]:
@@ -163,7 +162,6 @@ def write_images(
                 report.update(span.stop, count)
             file.seek(0)
             file.write(npy_header((rows, *image_shape), dtype))
-            _sync(file)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
@@ -172,13 +170,13 @@ def write_images(
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: Mapping[str, object]) -> None:
     """Add labels and description to written images and rename the folder, so that it is either complete or missing."""
-    with (partial / LABELS).open("wb") as file:
-        np.save(file, labels)
-        _sync(file)
+    np.save(partial / LABELS, labels)
     description = {**description, "format_version": FORMAT_VERSION, "labels_crc32": zlib.crc32(labels.data)}
-    with (partial / DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1)
-        _sync(file)
+    text = json.dumps({**description, "crc32": _json_crc32(description)}, indent=1)
+    (partial / DESCRIPTION).write_text(text, encoding="utf-8")
+    for path in partial.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
     partial.rename(target)
 
 
@@ -188,11 +186,6 @@ def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
     fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, fields)
     return header.getvalue()
-
-
-def _sync(file: io.IOBase) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _json_crc32(description: Mapping[str, object]) -> int:
@@ -211,17 +204,14 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
             fix = "update flatout, or pack the data again"
             raise InputError(f"{file}: has format {version}, this flatout reads {FORMAT_VERSION}; {fix}")
         _expect(about.pop("crc32") == _json_crc32(about))
-        size, task = about["size"], about.get("task", "single-label")
-        shape = about["images"], *sides(size if isinstance(size, int) else tuple(size)), about["channels"]
-        dtype, blocks = np.dtype(f"u{about.get('bits', 8) // 8}"), about["blocks"]
+        task, blocks, itemsize = about.get("task", "single-label"), about["blocks"], about.get("bits", 8) // 8
         splits = {name: (start, stop) for name, (start, stop) in about["splits"].items()}
         file = folder / LABELS
         labels = np.load(file)
         _expect(labels.dtype == LABEL_TYPES[task] and zlib.crc32(labels.data) == about["labels_crc32"])
         file = folder / IMAGES
         images = map_images(file)
-        _expect(images.dtype == dtype and images.shape == shape and images.flags.c_contiguous)
-        _expect(file.stat().st_size == len(npy_header(shape, dtype)) + images.nbytes and len(labels) == len(images))
+        _expect(images.dtype == f"u{itemsize}" and len(images) == about["images"] and images.flags.c_contiguous)
         if verify:
             _verify_images(file, blocks, images[:1].nbytes)
         return Pack(
@@ -244,11 +234,9 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         )
     except InputError:
         raise
-    except OSError as error:
-        if error.errno in (None, errno.ENOENT):
-            raise DamagedPack(file, first_line(error)) from None
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise InputError(f"{file}: cannot be read: {error.strerror}") from None
         raise DamagedPack(file, first_line(error)) from None
 
 
@@ -261,12 +249,10 @@ def map_images(path: str | Path) -> np.ndarray:
     """Map an .npy file, read-only. On Linux it stays readable after removal, also by other processes."""
     if not Path("/proc/self/fd").is_dir():
         return np.load(path, mmap_mode="r")
-    with contextlib.ExitStack() as stack:
-        file = os.open(path, os.O_RDONLY)
-        stack.callback(os.close, file)
-        # A str, because np.load resolves a Path.
-        images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
-        weakref.finalize(images, stack.pop_all().close)
+    file = os.open(path, os.O_RDONLY)
+    # A str, because np.load resolves a Path.
+    images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
+    weakref.finalize(images, os.close, file)
     return images
 
 
