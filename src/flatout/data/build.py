@@ -74,10 +74,9 @@ def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, repor
 
 
 def load_pack(data: DataSource | ImageDataset, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
-    """Return the data as a pack: the user's own, a cached one, or a new one.
+    """Return the data as a pack: the user's own, a cached one, a new one, or arrays in memory that fit as they are.
 
-    If the cache is not writable, the pack is a temporary file that disappears with the process. Arrays of the right
-    size stay in memory.
+    If the cache cannot be written, the pack is a temporary file that disappears with the process.
     """
     if isinstance(data, DataSource) and data.kind == "pack":
         return _fitting(replace(open_pack(data.path), is_decoded=False), settings)
@@ -239,14 +238,8 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
         highest = int(images.max()) if bits < 8 * images.itemsize else 0  # scales 16 bits to 8
     needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
     with unfinished(target, f"{len(source):,} images need {needed:,} bytes", needed) as folder:
-        blocks, bad = write_images(
-            folder,
-            count=len(source),
-            image_shape=settings.image_shape,
-            bits=bits,
-            fill=partial(_fill, source, form, highest),
-            report=report,
-        )
+        fill = partial(_fill, source, form, highest)
+        blocks, bad = write_images(folder, len(source), settings.image_shape, bits, fill, report)
         skipped = {source.file_name(index): reason for index, reason in sorted(bad.items())}
         _judge(skipped, len(bad), len(source), settings)
         kept = source.without(bad) if bad else source

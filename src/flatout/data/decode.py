@@ -61,9 +61,6 @@ _ONE_LARGE_IMAGE = threading.Lock()
 JPEG_START = b"\xff\xd8\xff"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXIF_ORIENTATION = 0x0112
-_EXIF_WITHIN_BYTES = 2**18
-# Enough bytes to detect the format.
-_START_BYTES = 512
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
@@ -80,11 +77,11 @@ class ImageBytes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageHeader:
-    """The header of an image file: its upright size; Pillow's mode, or number and type of the bands; channels, bits."""
+    """The header of an image file; its size is upright."""
 
     width: int
     height: int
-    mode: str
+    mode: str  # Pillow's, or number and type of the bands
     channels: int
     bits: int
 
@@ -94,9 +91,8 @@ def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize:
 
     The content decides the format, not the name. `channels` are 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the file's
     number of bands. `resize` is "squash" (to the shape of the result), "crop" (the largest centred part of that shape,
-    then resized), or "pad" (resized to fit into the result, then centred on black). The centre is kept to a pixel of
-    the file, or to the divisor where a JPEG was scaled in the DCT: less than half a pixel of the result. 8-bit pixels
-    are multiplied by 257 for 16, so that white stays white; 16-bit pixels are scaled to 8 by the bits in use.
+    then resized), or "pad" (resized to fit into the result, then centred on black). The centre is kept to less than
+    half a pixel of the result. For the conversion of `bits` see `with_bits`.
     """
     target = Target(*sides(size), channels, resize, bits)
     data, image = path if isinstance(path, bytes) else read_file(path), None
@@ -110,7 +106,7 @@ def decode_image(path: ImageBytes | bytes, *, size: Size, channels: int, resize:
 def read_header(path: ImageBytes | bytes) -> ImageHeader:
     if not isinstance(path, bytes | Path):
         path = read_file(path)
-    start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
+    start = path if isinstance(path, bytes) else read_file(path, length=512)  # tells the format
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
         page = _bands_of(file) if start.startswith(TIFF_STARTS) else None
         if page and (page.bitspersample == 16 or not _is_picture(page)):
@@ -219,7 +215,7 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
 
 
 def _jpeg_orientation(data: bytes) -> int:
-    start = data.find(b"Exif\0\0", 0, _EXIF_WITHIN_BYTES)
+    start = data.find(b"Exif\0\0", 0, 2**18)
     if start >= 0:
         with STRICT_PILLOW, suppress(Exception):  # damaged metadata does not affect the pixels
             exif = Image.Exif()
@@ -334,16 +330,12 @@ def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
         except UnidentifiedImageError:
             fix = "; HEIC needs pip install pillow-heif" if start[4:8] == b"ftyp" else ""
             raise BadImage(f"is not an image of a known format (it begins with {start[:40]!r}){fix}") from None
-    try:
-        refuse_size(image.width, image.height)
-        if start.startswith(TIFF_STARTS):
-            boxes = [tile[1] for tile in getattr(image, "tile", ())]
-            stored = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
-            if stored < image.width * image.height:
-                raise BadImage("is truncated or damaged: some of its pixels are not there")
-    except BadImage:
-        image.close()
-        raise
+    refuse_size(image.width, image.height)
+    if start.startswith(TIFF_STARTS):
+        boxes = [tile[1] for tile in getattr(image, "tile", ())]
+        stored = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
+        if stored < image.width * image.height:
+            raise BadImage("is truncated or damaged: some of its pixels are not there")
     return image
 
 

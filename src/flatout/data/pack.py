@@ -69,13 +69,10 @@ class PackSettings(Data):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack(ImageDataset):
-    """A data set of decoded images, with `groups` int64 [N].
-
-    `kind` is that of the data it was made from; `path` is its folder, None if it is in memory or unnamed.
-    """
+    """A data set of decoded images: its `path` is None if it is in memory or unnamed, its `groups` are int64 [N]."""
 
     images: np.ndarray = field()  # uint8 or uint16 [N, H, W, C], mapped from the file, read-only
-    resize: str  # the method, see `data.resize`
+    resize: str
     skipped: dict[str, str] = field(default_factory=dict)  # file -> reason of the bad images that were left out
     skipped_rows: dict[int, str] = field(default_factory=dict)  # the same by their position in the data
     was_cached: bool = False
@@ -88,10 +85,7 @@ class Pack(ImageDataset):
         return 8 * self.images.itemsize
 
     def labels_among(self, classes: tuple[str, ...], where: object) -> np.ndarray:
-        """Return the labels as indices into `classes`, matched by name; regression labels are unchanged.
-
-        `where` is the data as the user named it.
-        """
+        """Return the labels as indices into `classes`, matched by name; `where` is the data as the user named it."""
         if unknown := [name for name in self.classes if name not in classes]:
             place = where if isinstance(where, str | Path) else "the data"
             raise InputError(f"{place}: class {unknown[0]!r} is not among the model's classes: {', '.join(classes)}")
@@ -123,12 +117,11 @@ def crc32s_of(images: np.ndarray) -> list[int]:
 
 
 def write_images(
-    folder: Path, *, count: int, image_shape: tuple[int, int, int], bits: int, fill: Fill, report: Progress
+    folder: Path, count: int, image_shape: tuple[int, int, int], bits: int, fill: Fill, report: Progress
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
-    """Write `folder/images.npy` from `count` samples, on all cores.
+    """Write `folder/images.npy` from `count` samples, on all cores, without the bad ones, which `fill` returns.
 
-    Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
-    returns and which are left out.
+    Return the number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples.
     """
     import torch
 
@@ -222,14 +215,11 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
             classes=tuple(about["classes"]),
             splits=splits,
             groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
-            resize=about["resize"],
-            kind=about["kind"],
             notes=tuple(about["notes"]),
-            skipped=about["skipped"],
             skipped_rows={int(row): reason for row, reason in about.get("skipped_rows", {}).items()},
             was_cached=True,
             is_decoded=about.get("is_decoded", False),
-            build_seconds=about["build_seconds"],
+            **{key: about[key] for key in ("kind", "resize", "skipped", "build_seconds")},
             fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in blocks]),
         )
     except InputError:
@@ -297,16 +287,13 @@ class SharedPack:
 
 @contextlib.contextmanager
 def share(pack: Pack) -> Iterator[SharedPack]:
-    """Share a pack with other processes of this host while the context lasts.
-
-    Images in memory are copied to a file; on Linux it is unnamed, so that a killed process leaves nothing behind.
-    """
+    """Share a pack with other processes of this host while the context lasts: images in memory through a file."""
     fields = {name: value for name, value in vars(pack).items() if name != "images"}
     if isinstance(pack.images, np.memmap) and pack.images.filename:
         yield SharedPack(fields=fields, images=str(pack.images.filename))
         return
     with contextlib.ExitStack() as stack:
-        if hasattr(os, "memfd_create"):
+        if hasattr(os, "memfd_create"):  # leaves nothing behind if the process is killed
             file = stack.enter_context(os.fdopen(os.memfd_create("flatout-images"), "wb"))
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         else:

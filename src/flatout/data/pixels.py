@@ -32,8 +32,7 @@ class BadImage(ValueError):
 def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.ndarray:
     """Return a view [N, H, W, C] of images [N, H, W], [N, H, W, C] or [N, C, H, W].
 
-    The channel axis is the one of size 1, 3 or `channels` (if known); else the one whose removal leaves the two most
-    similar sizes.
+    The channel axis is that of size 1, 3 or `channels` (if known), else the one without which the others are alike.
     """
     if images.ndim not in (3, 4) or min(images.shape[1:]) == 0:
         raise InputError(f"{where}: images of shape {images.shape}; give [N, H, W], [N, H, W, C] or [N, C, H, W]")
@@ -42,7 +41,6 @@ def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.nd
     _, one, two, three = images.shape
     first, last = (length in (1, 3, channels) for length in (one, three))
     if not first and not last:
-        # max / min of the two remaining sides.
         if_first, if_last = max(two, three) / min(two, three), max(one, two) / min(one, two)
         first, last = if_first <= if_last, if_last <= if_first
     if first and last and images.shape[1:] != (1, 1, 1):
@@ -76,9 +74,7 @@ def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> 
     """Return uint16 images of the range 0..65535 unchanged, others converted by `to_uint8`."""
     if (scale == WORDS) != (images.dtype == np.uint16):
         wanted = "uint16" if scale == WORDS else "not uint16"
-        raise InputError(
-            f"{where}: images of type {images.dtype}, where those of training are {wanted}; make them alike"
-        )
+        raise InputError(f"{where}: images of type {images.dtype}, but those of training are {wanted}; make them alike")
     return images if scale == WORDS else to_uint8(images, scale, where)
 
 
@@ -108,17 +104,15 @@ def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> n
 
 
 def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
-    """Return uint8 or uint16 images with 8 or 16 bits per pixel and channel.
+    """Return uint8 or uint16 images with 8 or 16 bits per pixel and channel; white stays white.
 
-    Cameras and scanners often use 12 or 8 of 16 bits; scaling from 16 bits would leave few levels. `highest` is the
-    highest pixel of the data set, by default that of these images.
+    Cameras and scanners often use 12 or 8 of 16 bits, so 16 are scaled by the bits in use, which the `highest` pixel of
+    the data set tells, by default that of these images.
     """
     if images.dtype.itemsize * 8 == bits:
         return images
     if bits == 16:
-        scaled = images.astype(np.uint16)
-        scaled *= np.uint16(257)
-        return scaled
+        return images.astype(np.uint16) * np.uint16(257)
     top = next(top for top in (0xFF, 0xFFF, 0xFFFF) if (highest or images.max(initial=0)) <= top)
     return ((images.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
 
@@ -187,8 +181,8 @@ def resized_to(images_NHWC: np.ndarray, target: Target) -> np.ndarray:
 def placed_in(images_NHWC: np.ndarray, target: Target, height: float, width: float) -> np.ndarray:
     """Return images resized and, if they do not fill the target, centred on black.
 
-    `height` and `width` are the extent of the content in pixels of `images_NHWC`. A JPEG of odd width, halved in the
-    DCT, has a last column that is half empty: resized by its array's size it would be off by up to half a pixel.
+    `height` and `width` are the extent of the content in pixels of the array: a JPEG of odd width, halved in the DCT,
+    has a last column that is half empty.
     """
     filled = target.filled(height, width)
     resized = _interpolated(images_NHWC, *filled, height, width)

@@ -155,7 +155,8 @@ class _RankConsole(Console):
     """The console of a rank. Once its log is open, all output of the process goes there."""
 
     def __init__(self, output: Path, rank: int, display: Relay | None, lines: list[tuple[str, str]]) -> None:
-        super().__init__(rank=rank, device=os.environ[DEVICE], display=display)
+        super().__init__(rank=rank, display=display)
+        self.device = os.environ[DEVICE]
         self._pending += lines  # which another process's console has shown
         self._output = output
 

@@ -48,10 +48,8 @@ class Console:
     Without a stream or a display, nothing is printed. Only rank 0 shows progress. `device` is torch's, for the log.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, *, rank: int = 0, device: str = "", display: Display | None = None
-    ) -> None:
-        self.rank, self.device = rank, device
+    def __init__(self, stream: TextIO | None = None, *, rank: int = 0, display: Display | None = None) -> None:
+        self.rank, self.device = rank, ""
         if stream is not None:
             # A terminal without cursor movements, such as that of Emacs, gets lines.
             is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
