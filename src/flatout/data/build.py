@@ -42,7 +42,6 @@ from flatout.data.pack import (
     PackSettings,
     crc32s_of,
     fingerprint_of,
-    has_open_file,
     open_pack,
     publish,
     write_images,
@@ -135,7 +134,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
         stack.callback(os.close, owner)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pack = _build(source, settings, folder / "pack", report)
-        if not has_open_file(pack.images):
+        if not str(getattr(pack.images, "filename", "")).startswith("/proc/"):  # where it can be read without a name
             weakref.finalize(pack.images, stack.pop_all().close)
     return replace(pack, path=None)
 
@@ -214,9 +213,7 @@ def _in_use(pack: Pack) -> Pack:
     """Mark a cached pack as used while its images exist, so that it is not removed to make room."""
     assert pack.path is not None
     with suppress(OSError):  # some network file systems have no locks
-        descriptor = lock(pack.path / DESCRIPTION, shared=True)
-        assert descriptor is not None
-        weakref.finalize(pack.images, os.close, descriptor)
+        weakref.finalize(pack.images, os.close, lock(pack.path / DESCRIPTION, shared=True))
     return pack
 
 

@@ -81,14 +81,12 @@ def limit_bytes(folder: Path) -> int:
 def temporary_folder() -> tuple[Path, int]:
     """Make a temporary folder, and a descriptor to close on removal; also remove folders of killed processes."""
     for owner in Path(tempfile.gettempdir()).glob(f"flatout-*/{_OWNER}"):
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # in use, or another user's
             descriptor = lock(owner, wait=False)
-            if descriptor is not None:
-                shutil.rmtree(owner.parent, ignore_errors=True)
-                os.close(descriptor)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+            os.close(descriptor)
     folder = Path(tempfile.mkdtemp(prefix="flatout-"))
     descriptor = lock(folder / ".new")
-    assert descriptor is not None
     (folder / ".new").rename(folder / _OWNER)  # it gets its name when it is locked
     return folder, descriptor
 
@@ -99,11 +97,11 @@ def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
     path = target.with_name(target.name + ".lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(path, wait=False)
-        if descriptor is None:
+        try:
+            descriptor = lock(path, wait=False)
+        except BlockingIOError:
             report.note(f"another process is {doing}; waiting for it")
             descriptor = lock(path)
-        assert descriptor is not None
     except OSError as error:
         raise NotWritable(target.parent, error) from None
     try:
@@ -180,7 +178,6 @@ def use(target: Path, doing: str, report: Progress, make: Callable[[], None]) ->
         with contextlib.suppress(OSError):  # only records the last use
             os.utime(target)
         descriptor = lock(target / _DESCRIPTIONS[target.parent.name], shared=True)
-        assert descriptor is not None
     make_room(target.parent.parent, report)
     return descriptor
 
@@ -216,9 +213,7 @@ def remove(path: Path) -> bool:
     locks = target.with_name(f"{target.name}.lock"), target / _DESCRIPTIONS.get(path.parent.name, "")
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for file in filter(Path.is_file, locks):
-            if (descriptor := lock(file, wait=False)) is None:
-                return False
-            stack.callback(os.close, descriptor)
+            stack.callback(os.close, lock(file, wait=False))
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         return True
     return False

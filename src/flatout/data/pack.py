@@ -7,13 +7,12 @@
 import contextlib
 import errno
 import hashlib
-import io
 import json
 import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +125,8 @@ def write_images(
     import torch
 
     dtype = np.dtype(f"u{bits // 8}")
-    header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count, *image_shape)}
+    row_bytes = int(np.prod(image_shape)) * dtype.itemsize
     block_rows, step = max(1, BLOCK_BYTES // row_bytes), max(1, min(_SAMPLES_PER_TASK, _TASK_BYTES // row_bytes))
     blocks_of_rows = [range(count)[start : start + block_rows] for start in range(0, count, block_rows)]
     spans = [block[start : start + step] for block in blocks_of_rows for start in range(0, len(block), step)]
@@ -143,7 +143,7 @@ def write_images(
     pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
         with (folder / IMAGES).open("wb") as file:
-            file.write(header)
+            np.lib.format.write_array_header_1_0(file, header)
             for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
                 content = images.reshape(-1).data
                 file.write(content)
@@ -153,8 +153,8 @@ def write_images(
                     blocks.append((rows, crc32))
                     crc32 = 0
                 report.update(span.stop, count)
-            file.seek(0)
-            file.write(npy_header((rows, *image_shape), dtype))
+            file.seek(0)  # the length of the header does not depend on the number of rows
+            np.lib.format.write_array_header_1_0(file, header | {"shape": (rows, *image_shape)})
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
@@ -171,14 +171,6 @@ def publish(partial: Path, target: Path, labels: np.ndarray, description: Mappin
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     partial.rename(target)
-
-
-def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
-    """Return the header of a .npy file; its length does not depend on the first axis."""
-    header = io.BytesIO()
-    fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(header, fields)
-    return header.getvalue()
 
 
 def _json_crc32(description: Mapping[str, object]) -> int:
@@ -244,11 +236,6 @@ def map_images(path: str | Path) -> np.ndarray:
     images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
     weakref.finalize(images, os.close, file)
     return images
-
-
-def has_open_file(images: np.ndarray) -> bool:
-    """Whether mapped images can be read even if their file was removed."""
-    return str(getattr(images, "filename", "")).startswith("/proc/")
 
 
 def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:

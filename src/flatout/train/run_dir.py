@@ -132,11 +132,12 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder; the system releases the lock when the process dies."""
     path = folder / run_files.LOCK
     while True:
-        descriptor = lock(path, wait=False)
-        if descriptor is None:
+        try:
+            descriptor = lock(path, wait=False)
+        except BlockingIOError:
             user = holder(folder)
             name = user.process if user else "unknown"
-            raise InputError(f"{folder}: in use by process {name}; wait for it or choose another --out")
+            raise InputError(f"{folder}: in use by process {name}; wait for it or choose another --out") from None
         # The previous process may have removed the file after it was opened here.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):

@@ -69,15 +69,11 @@ class Stopped(BaseException):
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
     """Handle signals by a function inside the block; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                stack.callback(signal.signal, number, signal.signal(number, handler))
         yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def exit_code(error: BaseException) -> int:

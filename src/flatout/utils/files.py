@@ -16,18 +16,17 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = f".*[.-]{'[0-9a-f]' * 8}.tmp"
 
 
-def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
-    """Lock a file until the returned descriptor is closed or the process ends; None if another process has it.
+def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int:
+    """Lock a file until the returned descriptor is closed or the process ends.
 
-    A missing file is created unless the lock is `shared`, that is, compatible with other shared locks.
+    Raises BlockingIOError if another process has it and this one does not `wait`. A missing file is created unless the
+    lock is `shared`, that is, compatible with other shared locks.
     """
     descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
+    except OSError:
         os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
         raise
     return descriptor
 

@@ -117,14 +117,11 @@ def plain(value: float) -> str:
 
 def shorten(text: str, width: int) -> str:
     """Return `text` in at most `width` columns, cut in the middle: class names often differ only at their ends."""
-    from rich.cells import cell_len  # a Chinese character takes two columns
+    from rich.cells import cell_len, set_cell_size  # a Chinese character takes two columns
 
     text = " ".join(text.split())
     if cell_len(text) <= width:
         return text
-    head, tail, keep = text, text, max(width - 1, 1)
-    while cell_len(head) > keep - keep // 3:
-        head = head[:-1]
-    while cell_len(head) + cell_len(tail) > keep:
-        tail = tail[1:]
+    keep = max(width - 1, 1)
+    head, tail = set_cell_size(text, keep - keep // 3), set_cell_size(text[::-1], keep // 3)[::-1]
     return f"{head.rstrip()}…{tail.lstrip()}"
