@@ -23,14 +23,10 @@ Loaded = TypeVar("Loaded")
 # Images per block: large enough that a disk reads blocks about as fast as a whole file, small enough that a window of
 # blocks covers many classes of a data set that is sorted by class.
 BLOCK_BYTES = 1 << 18
-# Read-ahead limit. Smaller gaps between images are read as well, which takes less time than a seek.
-READ_BYTES = 1 << 18
-# Enough images for mean and standard deviation to three digits.
-MEASURED_IMAGES = 5000
-# Images per read when a statistic of all of them is computed.
-CHUNK_BYTES = 1 << 22
-# The largest batch of an evaluation, on a CPU or a TPU core.
-EVALUATION_BATCH = 256
+READ_BYTES = 1 << 18  # read ahead at once; smaller gaps between images are read as well, which is faster than a seek
+MEASURED_IMAGES = 5000  # enough for mean and standard deviation to three digits
+CHUNK_BYTES = 1 << 22  # images per read when a statistic of all of them is computed
+EVALUATION_BATCH = 256  # the largest, on a CPU or a TPU core
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,9 +111,8 @@ def measure(samples: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
 class Batch:
     """One global batch of fixed size: positions in the split, int64 [B], and weights, float32 [B], 0 for padding.
 
-    `count` samples are not padding; they come first. `ahead` are the windows to read from this batch on, as ascending
-    positions: the first batch of an epoch has its own window and the next one; the first batch of each other window has
-    the window after it, empty at the end.
+    `count` samples are not padding; they come first. `ahead` are the windows that begin to be read with this batch, as
+    ascending positions: in an epoch's first batch two, in that of each other window the next one, empty at the end.
     """
 
     samples: np.ndarray
@@ -158,10 +153,7 @@ def epoch_batches(recipe: Recipe, samples: Split, epoch: int, start: int = 0) ->
 def training_batches(
     seed: int, epoch: int, count: int, batch_size: int, drop_last: bool = False, start: int = 0, block: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of one shuffled epoch from step `start` on; a batch has at most `count` samples.
-
-    `block` is the size of the blocks in block order, 0 for full order.
-    """
+    """Yield the batches of one shuffled epoch from step `start` on; `block` is the size of the blocks, if not 0."""
     steps = steps_per_epoch(count, batch_size, drop_last)
     if not block:
         return _batches(permutation(seed, Stream.ORDER, epoch, count), min(batch_size, count), steps, start)
@@ -228,9 +220,9 @@ class Ahead(Generic[Loaded]):
 
 
 def read_ahead(samples: Split, batches: Iterable[Batch], rank: int, ranks: int) -> Iterator[Batch]:
-    """Yield the batches, each once the images of its window (see `Batch.ahead`) are in the file cache.
+    """Yield the batches, each once its window (see `Batch.ahead`) is in the file cache; a thread reads the next one.
 
-    A thread reads the next window in file order. The `ranks` of a host share the cache, so each reads its part.
+    The `ranks` of a host share the cache, so each reads its part.
     """
     images = samples.images
     if not isinstance(images, np.memmap):

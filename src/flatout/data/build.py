@@ -242,16 +242,12 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
         kept = source.without(bad) if bad else source
         description = {
             "flatout_version": __version__,
-            "kind": kept.kind,
             "path": None if kept.path is None else str(kept.path),
             "images": len(kept),
             **form,
             "resize_method": RESIZE_METHOD,
-            "task": kept.task,
-            "classes": list(kept.classes),
-            "splits": kept.splits,
+            **{key: getattr(kept, key) for key in ("kind", "task", "classes", "splits", "notes")},
             "groups": None if (groups := kept.group_numbers) is None else groups.tolist(),
-            "notes": list(kept.notes),
             "skipped": skipped,
             "skipped_rows": {str(index): reason for index, reason in sorted(bad.items())},
             "is_decoded": source.files is not None,

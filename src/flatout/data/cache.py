@@ -24,12 +24,10 @@ from flatout.utils.files import NO_SPACE, lock, write_atomically
 from flatout.utils.host import usable_cores
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
-_LIMIT_SHARE = 0.2
 _UNITS = {"": 10**9, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _OWNER = ".owner"
 # Describes a complete entry, and is locked while the entry is used.
-DOWNLOAD = ".download.json"
-UNPACKED = ".archive.json"
+DOWNLOAD, UNPACKED = ".download.json", ".archive.json"
 _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
 _KINDS = (*_DESCRIPTIONS, "downloads")
 _OTHERS = ("digests", "plans", "xla")  # each one entry; anything else in the folder is the user's
@@ -55,9 +53,8 @@ class NotWritable(InputError):
     """An entry of the cache, or a pack elsewhere, cannot be written."""
 
     def __init__(self, folder: Path, error: OSError) -> None:
-        super().__init__(
-            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
-        )
+        fix = "choose another folder (for the cache: set FLATOUT_CACHE)"
+        super().__init__(f"{folder}: cannot be written ({error.strerror}); {fix}")
 
 
 def cache_folder() -> Path:
@@ -71,7 +68,7 @@ def limit_bytes(folder: Path) -> int:
     """Return the size limit of the cache: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity."""
     text = os.environ.get(LIMIT, "").strip()
     if not text:
-        return int(_LIMIT_SHARE * shutil.disk_usage(folder).total)
+        return int(0.2 * shutil.disk_usage(folder).total)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.lower())
     if match is None:
         raise InputError(f"{LIMIT} = {text!r}: must be a size such as 50GB or 500MB")

@@ -45,17 +45,13 @@ RESIZE_METHOD = (
     "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 4; "
     "16 bits in 32-bit floats"
 )
-# Files whose headers are read to find the usual shape, channels and bits.
-SAMPLED = 64
+SAMPLED = 64  # files whose headers are read to find the usual shape, channels and bits
 
 # Limits that keep damaged and hostile files from exhausting memory.
 LIMIT = "FLATOUT_MAX_PIXELS"
-# Larger images (512 MiB of RGB) are refused by their header, before allocating memory; Pillow's limit.
-MAX_PIXELS = 2 * 89_478_485
-# Larger images of other formats than JPEG are decoded one at a time, and averaged before they are resized.
-LARGE_PIXELS = 2**25
-# Larger files are refused unread, and larger arrays before allocation.
-MAX_FILE_BYTES = MAX_ARRAY_BYTES = 2**31
+MAX_PIXELS = 2 * 89_478_485  # larger images (512 MiB of RGB) are refused by their header; Pillow's limit
+LARGE_PIXELS = 2**25  # larger images, but for JPEG, are decoded one at a time, and averaged before they are resized
+MAX_FILE_BYTES = MAX_ARRAY_BYTES = 2**31  # larger files are refused unread, larger arrays before allocation
 _ONE_LARGE_IMAGE = threading.Lock()
 
 JPEG_START = b"\xff\xd8\xff"

@@ -10,7 +10,6 @@ import re
 import shutil
 import tomllib
 import urllib.parse
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,8 +26,7 @@ from flatout.data.formats.shards import expand_braces
 from flatout.utils.errors import InputError, Stopped, causes, first_line
 from flatout.utils.files import NO_SPACE, printable, write_atomically
 
-# Timeout of a silent connection.
-_TIMEOUT_SECONDS = 20.0
+_TIMEOUT_SECONDS = 20.0  # of silence
 _CONNECTIONS = 16
 _WEB = ("http", "https")
 # Keys under which file systems report a file's version, such as a digest of its content.
@@ -78,8 +76,7 @@ def is_remote(data: object) -> TypeGuard[str]:
 def download(url: str, report: Progress) -> tuple[Path, int]:
     """Return the local copy of a file or folder, and a descriptor to close after its use.
 
-    The copy is cached under a key of the URL and of all names, sizes and versions there. An interrupted download keeps
-    the files that are complete. Of several processes, one downloads.
+    The key of the copy in the cache is made of the URL and of all names, sizes and versions there.
     """
     server = _Server(url)
     name, files = server.list_files()
@@ -161,9 +158,7 @@ class _Server:
     def _web_options(self) -> dict[str, object]:
         import aiohttp
 
-        async def refuse_downgrade(
-            session: object, context: object, params: aiohttp.TraceRequestRedirectParams
-        ) -> None:
+        async def refuse_downgrade(session: object, context: object, params: Any) -> None:
             """Refuse unencrypted redirects: aiohttp sends credentials again to the same host."""
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
@@ -172,13 +167,10 @@ class _Server:
 
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(refuse_downgrade)
-        client = {
-            "trust_env": True,  # proxies and ~/.netrc
-            # Otherwise sizes are those of compressed content.
-            "headers": {"Accept-Encoding": "identity", "User-Agent": f"flatout/{__version__}"},
-            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS),
-            "trace_configs": [trace],
-        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS)
+        # Other encodings would give the sizes of compressed content. The environment has proxies and ~/.netrc.
+        headers = {"Accept-Encoding": "identity", "User-Agent": f"flatout/{__version__}"}
+        client = {"trust_env": True, "headers": headers, "timeout": timeout, "trace_configs": [trace]}
         return {"client_kwargs": client}
 
     def list_files(self) -> tuple[str, list[_RemoteFile]]:
@@ -195,12 +187,13 @@ class _Server:
         else:
             files = self._list_one(self.url)
             name = PurePosixPath(files[0].name).parts[0]
-        paths = [PurePosixPath(file.name) for file in files]
-        counts = Counter(paths)
-        for file, path in zip(files, paths, strict=True):
+        seen = set[PurePosixPath]()
+        for file in files:
+            path = PurePosixPath(file.name)
             is_strange = printable(file.name) != file.name or re.search(r"[\x00-\x1f]", file.name)
-            if is_strange or path.is_absolute() or ".." in path.parts or counts[path] > 1:
+            if is_strange or path.is_absolute() or ".." in path.parts or path in seen:
                 raise InputError(f"{self.shown}: {file.name!r} cannot be the name of one local file; rename it there")
+            seen.add(path)
         return name, files
 
     def _list_one(self, url: str) -> list[_RemoteFile]:

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
 FORMAT_VERSION = 2
-# By task; packs written without a task are single-label.
 LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
-# Bytes of images per CRC-32.
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 16 << 20  # of images, per CRC-32
 # Checking hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, evenly spaced blocks are
 # checked: enough to find a file that is truncated, overwritten, or on a failing disk.
 CHECKED_BYTES = 2 << 30

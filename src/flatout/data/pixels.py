@@ -14,12 +14,9 @@ BYTES = (0.0, 255.0)
 WORDS = (0.0, 65535.0)
 UNIT = (0.0, 1.0)
 SIGNED = (-1.0, 1.0)
-# Cheaper decoding is used only if the antialiased resize that follows still reduces by this factor.
-MIN_REDUCTION_LEFT = 1.3
-# EXIF orientations of images whose rows are stored as columns.
-TURNED = (5, 6, 7, 8)
-# Images converted to float at a time, to limit memory.
-_BLOCK_IMAGES = 2**12
+MIN_REDUCTION_LEFT = 1.3  # cheaper decoding is used only if the antialiased resize after it still reduces by this
+TURNED = (5, 6, 7, 8)  # EXIF orientations of images whose rows are stored as columns
+_BLOCK_IMAGES = 2**12  # converted to float at a time, to limit memory
 
 
 class BadImage(ValueError):

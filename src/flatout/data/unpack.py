@@ -26,8 +26,7 @@ from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.files import NO_SPACE, printable, write_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-# A larger expansion factor is treated as a decompression bomb.
-_MAX_EXPANSION = 200
+_MAX_EXPANSION = 200  # a larger factor is treated as a decompression bomb
 _EXPANSION_SLACK_BYTES = 1 << 26
 _MAX_MEMBERS = 10_000_000
 _READ_BYTES = 1 << 20
@@ -127,8 +126,7 @@ def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
 def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the files and folders of a tar archive, or of several that were concatenated, and their archive.
 
-    `tarfile` mistakes a damaged header, or a truncation between two members, for the end of the archive. A real end has
-    a block of zeros.
+    `tarfile` takes a damaged header, or a cut between two members, for the end; a real one has a block of zeros.
     """
     with reading(path):
         stream = LimitedStream(file, path)
@@ -152,9 +150,9 @@ def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, 
 
 
 class LimitedStream(io.RawIOBase):
-    """The decompressed bytes of a file; decompression bombs are refused.
+    """The decompressed bytes of a file, and the `last` piece read.
 
-    `last` is the last piece read. Reads of more than a mebibyte, which a damaged header may cause, are refused.
+    Refuses decompression bombs, and reads of more than a mebibyte, which a damaged header may cause.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # Seconds between two updates of the bar, and between two requests for the loss, which wait for the device.
-BAR_INTERVAL = 0.5
-LOSS_INTERVAL = 1.0
+BAR_INTERVAL, LOSS_INTERVAL = 0.5, 1.0
 # Without a bar, progress is printed as a line after these seconds, and then after this share of the elapsed time.
 LINE_INTERVAL, LINE_SHARE = 10.0, 0.1
 

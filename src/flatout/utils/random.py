@@ -8,8 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-# Blocks in a window of `block_permutation`.
-WINDOW_BLOCKS = 1024
+WINDOW_BLOCKS = 1024  # of `block_permutation`
 
 
 class Stream(IntEnum):
@@ -30,20 +29,15 @@ class Stream(IntEnum):
 
 
 def raw(seed: int, stream: Stream, index: int, count: int, start: int = 0) -> np.ndarray:
-    """Return `count` uniform 64-bit integers (uint64 [count]) for one index, such as an epoch, of one stream.
-
-    They begin at `start`, a multiple of 4, because the generator makes four numbers at once.
-    """
+    """Return `count` uniform 64-bit integers, uint64 [count], from `start` on, for one index of a stream: an epoch."""
+    # The generator makes four numbers at once.
     assert start % 4 == 0
     key = np.array([seed, (int(stream) << 48) | index], dtype=np.uint64)
     return np.random.Philox(key=key).advance(start // 4).random_raw(count)
 
 
 def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...], start: int = 0) -> np.ndarray:
-    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each; rows begin at `start`.
-
-    `start` is a multiple of 4.
-    """
+    """Return uniform numbers in [0, 1), float64 of the given shape; rows begin at `start`, a multiple of 4."""
     each = int(np.prod(shape[1:]))
     return ((raw(seed, stream, index, shape[0] * each, start * each) >> np.uint64(11)) * 2.0**-53).reshape(shape)
 

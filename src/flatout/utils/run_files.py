@@ -15,20 +15,13 @@ from flatout.utils.files import write_atomically
 
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
-# The files of the images of each split.
-SPLITS = "splits.csv"
-# The event files of a tracker, and in `logs` the ids by which trackers continue a run.
-TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
-# Metrics within epochs; see `LiveFile`. The process that writes the run; see `Holder`.
-LIVE, LOCK = f"{LOGS}/live.jsonl", ".lock"
-# The devices of a host, as --devices names them, for a resume without --devices.
-DEVICES = f"{LOGS}/devices"
-# The statistics of the OOD detector.
-KNOWN = "known.safetensors"
-# The runs of a cross-validation, in its folder.
-FOLD = "fold-{}"
-# The comparison of the runs in a folder of `flatout scale`.
-SCALING = "scaling.json"
+SPLITS = "splits.csv"  # the files of the images of each split
+TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"  # event files, and in `logs` the ids to continue with
+LIVE, LOCK = f"{LOGS}/live.jsonl", ".lock"  # metrics within epochs, the process that writes; see `LiveFile`, `Holder`
+DEVICES = f"{LOGS}/devices"  # of a host, as --devices names them, for a resume without --devices
+KNOWN = "known.safetensors"  # the statistics of the OOD detector
+FOLD = "fold-{}"  # the runs of a cross-validation, in its folder
+SCALING = "scaling.json"  # the comparison of the runs in a folder of `flatout scale`
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # An object of summary.json, a line of metrics.jsonl, or what --json prints.
 JsonObject = dict[str, Any]
