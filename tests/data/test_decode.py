@@ -207,9 +207,6 @@ def test_a_truncated_file_is_refused_even_where_pillow_was_made_lenient(tmp_path
 def test_a_jpeg_with_lost_pixels_is_refused(tmp_path):
     file = saved(smooth_picture(64, 64), tmp_path / "a.jpg", quality=95)
     data = file.read_bytes()
-    for kept in (3, 10, 100, -2):
-        file.write_bytes(data[:kept])
-        assert refusal(file)
     file.write_bytes(data[:-400] + b"\xff\xd5" + data[-398:])
     assert "truncated or damaged" in refusal(file)
     found = 0

@@ -41,9 +41,6 @@ class Split:
     labels: np.ndarray
     is_mirrored: bool = False
 
-    def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.labels)
-
     def __len__(self) -> int:
         return len(self.rows)
 

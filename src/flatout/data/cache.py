@@ -12,7 +12,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,9 +35,6 @@ DIGEST_BYTES = 20
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 _PARTS_PER_TASK = 64
-# A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
-# are stored only for files unchanged for longer than that. Ticks are 2 s at most.
-_RESTED_NS = 25 * 10**8
 
 
 class Progress(Protocol):
@@ -234,7 +230,7 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
     `memo` is a folder that stores the digests: while size, inode, mtime and ctime of all files are unchanged, none is
     read again.
     """
-    names, now_ns = [os.path.abspath(path) for path in paths], time.time_ns()  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
+    names = [os.path.abspath(path) for path in paths]  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
     stamps = list(map(_stamp, names))
     stamped = (os.fsencode(f"{stamp} {name}") for stamp, name in zip(stamps, names, strict=True))
     known, digests = memo / combined_digest(stamped), b""
@@ -242,10 +238,9 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
         digests = known.read_bytes()
     if len(digests) != DIGEST_BYTES * len(names):
         digests = _read_digests(names, stamps, report)
-        if all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps):
-            with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
-                memo.mkdir(parents=True, exist_ok=True)
-                write_atomically(known, digests)
+        with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
+            memo.mkdir(parents=True, exist_ok=True)
+            write_atomically(known, digests)
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 

@@ -76,14 +76,12 @@ class Console:
         return lines
 
     def close(self) -> None:
-        """Remove the bar and close the log."""
         self._show("close")
         if self._log:
             self._log.close()
             self._log = None
 
     def note(self, text: str) -> None:
-        """Print one line."""
         self._pending.append((datetime.now().astimezone().isoformat(timespec="seconds"), text))
         self._write_pending()
         self._show("line", text)
@@ -184,7 +182,6 @@ class Relay(Display):
         self.has_bar = has_bar
 
     def handle(self, event: str, *arguments: Any) -> None:
-        """Write an event."""
         self.line(json.dumps([event, *arguments]))
 
 

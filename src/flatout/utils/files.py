@@ -77,10 +77,10 @@ def printable(name: object) -> str:
 def check_free(folder: Path | None, flag: str = "--out") -> None:
     """Raise InputError if an output folder, which `flag` names, is not empty."""
     try:
-        is_free = folder is None or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        is_used = folder is not None and folder.exists() and any(folder.iterdir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}; choose another {flag}") from None
-    if not is_free:
+    if is_used:
         raise InputError(f"{folder}: exists and is not an empty folder; choose another {flag}")
 
 

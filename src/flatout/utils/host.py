@@ -41,7 +41,6 @@ def available_memory() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident memory of this process."""
     # On Linux, getrusage includes the peak of the parent process, which is kept across exec.
     if lines := _lines("/proc/self/status", "VmHWM"):
         return int(lines[0].split()[0]) * 1024
@@ -49,7 +48,6 @@ def peak_rss_bytes() -> int:
 
 
 def processor_name() -> str:
-    """Return the name of the processor."""
     names = _lines("/proc/cpuinfo", "model name")
     return names[0] if names else platform.processor() or platform.machine()
 
