@@ -31,15 +31,12 @@ EVALUATION_BATCH = 256  # the largest, on a CPU or a TPU core
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
-
-    If `is_mirrored`, images [H, W, C] are flipped horizontally when they are read.
-    """
+    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N]."""
 
     images: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
-    is_mirrored: bool = False
+    is_mirrored: bool = False  # images [H, W, C] are flipped horizontally when they are read
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -67,12 +64,10 @@ class Split:
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
 
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
-
-        A mapped file is read rather than touched through the map, since mapped pages count as memory of the process.
-        """
+        """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it."""
         rows = self.rows[positions]
         if isinstance(self.images, np.memmap):
+            # Pages that are touched through the map count as memory of the process.
             _read_rows(self.images, rows, out)
         else:
             # With the default mode, NumPy copies through a buffer: that takes three times as long.

@@ -19,33 +19,12 @@ import numpy as np
 from flatout import __version__
 from flatout.config import Recipe
 from flatout.config.settings import collapse_size, shown
-from flatout.data.cache import (
-    NotWritable,
-    Progress,
-    cache_folder,
-    combined_digest,
-    digest_files,
-    make_room,
-    making,
-    temporary_folder,
-    unfinished,
-)
+from flatout.data import cache as caches
+from flatout.data import pack as packs
+from flatout.data.cache import NotWritable, Progress, combined_digest, digest_files
 from flatout.data.decode import LIMIT as PIXELS_LIMIT
 from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
-from flatout.data.pack import (
-    DESCRIPTION,
-    FORMAT_VERSION,
-    IMAGES,
-    LABELS,
-    DamagedPack,
-    Pack,
-    PackSettings,
-    crc32s_of,
-    fingerprint_of,
-    open_pack,
-    publish,
-    write_images,
-)
+from flatout.data.pack import DESCRIPTION, FORMAT_VERSION, IMAGES, LABELS, DamagedPack, Pack, PackSettings, open_pack
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.errors import InputError
@@ -56,7 +35,7 @@ def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, repor
     """Return the pack that a recipe asks for, from the cache if possible."""
     data = recipe.data
     settings = PackSettings(**vars(data), size=collapse_size(recipe.stored_sides), channels=recipe.channels)
-    pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
+    pack = load_pack(found, settings, cache=caches.cache_folder() if cache else None, report=report)
     if data.group_column and pack.groups is None:
         raise InputError(f"data.group_column = {data.group_column!r}: {pack.kind} have no columns; remove it")
     if not data.class_names or data.class_names == pack.classes:
@@ -65,10 +44,8 @@ def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, repor
         report.note("data.class_names is not used: the data names its classes itself")
         return pack
     if len(data.class_names) != len(pack.classes):
-        raise InputError(
-            f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
-            "--set data.class_names=[] takes the data's own"
-        )
+        what = f"names {len(data.class_names)} classes, but the data has {len(pack.classes)}"
+        raise InputError(f"data.class_names {what}; --set data.class_names=[] takes the data's own")
     return replace(pack, classes=data.class_names)
 
 
@@ -123,14 +100,14 @@ def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
     fields = vars(source) | {"path": None, "images": images, "groups": source.group_numbers, "unpacked": None}
-    fingerprint = fingerprint_of(source.labels, source.splits, crc32s_of(images))
+    fingerprint = packs.fingerprint_of(source.labels, source.splits, packs.crc32s_of(images))
     return Pack(**fields, resize=settings.resize, fingerprint=fingerprint)
 
 
 def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: Progress) -> Pack:
     """Return a pack in an unnamed file, where supported, so that a killed process leaves nothing behind."""
     with ExitStack() as stack:
-        folder, owner = temporary_folder()
+        folder, owner = caches.temporary_folder()
         stack.callback(os.close, owner)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pack = _build(source, settings, folder / "pack", report)
@@ -145,8 +122,7 @@ def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: P
 def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except how bad images are treated."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
-    # With these, more images can be read.
-    wanted += [name for name in ("pillow_heif", "imagecodecs") if find_spec(name)]
+    wanted += [name for name in ("pillow_heif", "imagecodecs") if find_spec(name)]  # which read more images
     wanted += [limit] if (limit := os.environ.get(PIXELS_LIMIT)) else []
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataSource):
@@ -154,9 +130,8 @@ def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path, re
         task = [] if data.task == "auto" else [data.task]
         root = Path(data.path)
         outside = -2 if "{" in str(root.parent) else -1  # the folders of a pattern may be splits
-        names = [
-            str(path.relative_to(root) if root in path.parents else Path(*path.parts[outside:])) for path in data.inputs
-        ]
+        relative = (p.relative_to(root) if root in p.parents else Path(*p.parts[outside:]) for p in data.inputs)
+        names = map(str, relative)
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest(chain(parts, digest_files(data.inputs, memo=memo, report=report)))
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
@@ -177,13 +152,12 @@ def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: 
         if pack and settings.bits in (0, pack.bits) and task in ("auto", pack.task):
             break
     else:
-        with making(target, "making this pack", report):
+        with caches.making(target, "making this pack", report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
-                source = data.read()
-                pack = _in_use(_build(source, settings, target, report))
-        make_room(cache, report)
+                pack = _in_use(_build(data.read(), settings, target, report))
+        caches.make_room(cache, report)
     if isinstance(data, ImageDataset):
         # The pack may have been made from the same files in another folder, or named in another way.
         kept = data.without(pack.skipped_rows) if pack.skipped_rows else data
@@ -234,9 +208,9 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             raise InputError(f"{source.path or 'data'}: the images have {found} channel{'s' * (found > 1)}, {fix}")
         highest = int(images.max()) if bits < 8 * images.itemsize else 0  # scales 16 bits to 8
     needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
-    with unfinished(target, f"{len(source):,} images need {needed:,} bytes", needed) as folder:
+    with caches.unfinished(target, f"{len(source):,} images need {needed:,} bytes", needed) as folder:
         fill = partial(_fill, source, form, highest)
-        blocks, bad = write_images(folder, len(source), settings.image_shape, bits, fill, report)
+        blocks, bad = packs.write_images(folder, len(source), settings.image_shape, bits, fill, report)
         skipped = {source.file_name(index): reason for index, reason in sorted(bad.items())}
         _judge(skipped, len(bad), len(source), settings)
         kept = source.without(bad) if bad else source
@@ -254,7 +228,7 @@ def _build(source: ImageDataset, settings: PackSettings, target: Path, report: P
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
         }
-        publish(folder, target, kept.labels, description)
+        packs.publish(folder, target, kept.labels, description)
         if source.unpacked is not None:
             source.unpacked.remove()
     return replace(open_pack(target, verify=False), was_cached=False)

@@ -227,8 +227,7 @@ def combined_digest(parts: Iterable[bytes]) -> str:
 def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> Iterator[bytes]:
     """Yield the digest of each file's content, read on all cores; one that cannot be read has the digest of the reason.
 
-    `memo` is a folder that stores the digests: while size, inode, mtime and ctime of all files are unchanged, none is
-    read again.
+    `memo` is a folder of digests: while size, inode and times of all files are unchanged, none is read again.
     """
     names = [os.path.abspath(path) for path in paths]  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
     stamps = list(map(_stamp, names))

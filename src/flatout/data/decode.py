@@ -21,17 +21,8 @@ import simplejpeg
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from flatout.config.settings import Size, sides
-from flatout.data.pixels import (
-    MIN_REDUCTION_LEFT,
-    TURNED,
-    BadImage,
-    Target,
-    placed_in,
-    resized_to,
-    upright,
-    with_bits,
-    with_channels,
-)
+from flatout.data import pixels
+from flatout.data.pixels import MIN_REDUCTION_LEFT, TURNED, BadImage, Target
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
@@ -206,8 +197,9 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
     if target.resize == "crop":
         top, left = top // divisor, left // divisor
         image_HWC = image_HWC[top : top - (-used_height // divisor), left : left - (-used_width // divisor)]
-    image_NHWC = with_bits(with_channels(image_HWC[None], target.channels), target.bits)
-    return upright(placed_in(image_NHWC, target, used_height / divisor, used_width / divisor)[0], orientation)
+    image_NHWC = pixels.with_bits(pixels.with_channels(image_HWC[None], target.channels), target.bits)
+    placed_NHWC = pixels.placed_in(image_NHWC, target, used_height / divisor, used_width / divisor)
+    return pixels.upright(placed_NHWC[0], orientation)
 
 
 def _jpeg_orientation(data: bytes) -> int:
@@ -243,11 +235,11 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
             parts = zip(page.dataoffsets, page.databytecounts, strict=True)
             if not all(offset + size <= len(data) for offset, size in parts):
                 raise BadImage("is truncated: some of its pixels are not there")
-            pixels = page.asarray(maxworkers=1)
+            bands = page.asarray(maxworkers=1)
         if page.axes not in ("YXS", "SYX"):
             raise BadImage(f"has bands in the order {page.axes}; save them as YXS or SYX")
-        image_HWC = pixels if page.axes == "YXS" else pixels.transpose(1, 2, 0)
-        return resized_to(upright(image_HWC, page.tags.valueof(EXIF_ORIENTATION))[None], target)[0]
+        image_HWC = bands if page.axes == "YXS" else bands.transpose(1, 2, 0)
+        return pixels.resized_to(pixels.upright(image_HWC, page.tags.valueof(EXIF_ORIENTATION))[None], target)[0]
 
 
 def _bands_of(file: BinaryIO) -> "TiffPage | None":
@@ -311,7 +303,7 @@ def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
             orientation = orientation_of(image)
             target = target.turned(orientation)
             image_HWC = _to_array(image, target)
-    return upright(resized_to(image_HWC[None], target)[0], orientation)
+    return pixels.upright(pixels.resized_to(image_HWC[None], target)[0], orientation)
 
 
 def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
@@ -365,7 +357,7 @@ def _to_array(image: Image.Image, target: Target) -> np.ndarray:
             if target.channels == 4:
                 return np.stack([values, values, values, np.full_like(values, 0xFFFF)], axis=-1)
             return values[..., None]
-        image = Image.fromarray(with_bits(values, 8))
+        image = Image.fromarray(pixels.with_bits(values, 8))
     if image.has_transparency_data:
         image = image.convert("RGBA") if target.channels == 4 else over_white(image)
     else:

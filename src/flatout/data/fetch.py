@@ -29,8 +29,7 @@ from flatout.utils.files import NO_SPACE, printable, write_atomically
 _TIMEOUT_SECONDS = 20.0  # of silence
 _CONNECTIONS = 16
 _WEB = ("http", "https")
-# Keys under which file systems report a file's version, such as a digest of its content.
-_VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
+_VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")  # keys of a file's version in file systems
 _SILENT = logging.NullHandler()
 
 
@@ -69,7 +68,6 @@ class _RemoteFile(NamedTuple):
 
 
 def is_remote(data: object) -> TypeGuard[str]:
-    """Whether data is a URL."""
     return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
 
 
@@ -80,10 +78,8 @@ def download(url: str, report: Progress) -> tuple[Path, int]:
     """
     server = _Server(url)
     name, files = server.list_files()
-    key = combined_digest(
-        [server.url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)]
-    )
-    target = cache_folder() / "remote" / key
+    versions = (f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)
+    target = cache_folder() / "remote" / combined_digest([server.url.encode(), *versions])
     if target.exists():
         report.note(f"{server.shown}: unchanged since it was downloaded into the cache")
     descriptor = use(target, "downloading this data", report, lambda: _download(server, name, files, target, report))
@@ -274,8 +270,7 @@ class PublicData(NamedTuple):
 
 _KNOWN = tomllib.loads(Path(__file__).with_name("public.toml").read_text(encoding="utf-8"))
 PUBLIC = {name: PublicData(**about) for name, about in _KNOWN["sets"].items()}
-# Jobs whose data is a public set.
-PUBLIC_NAMES: dict[str, str] = _KNOWN["jobs"]
+PUBLIC_NAMES: dict[str, str] = _KNOWN["jobs"]  # jobs whose data is a public set
 
 
 def where_to_get(job: str) -> str:
@@ -293,8 +288,7 @@ def download_public(data: PublicData, folder: Path, report: Progress) -> Path:
 
 
 def _download_public_file(data: PublicData, name: str, folder: Path, report: Progress) -> None:
-    failures: list[str] = []
-    part = folder / f".{name}.part"
+    failures, part = [], folder / f".{name}.part"
     for url in (base_url + name for base_url in data.base_urls):
         report.note(f"downloading {url}")
         try:

@@ -38,8 +38,7 @@ BLOCK_BYTES = 16 << 20  # of images, per CRC-32
 # Checking hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, evenly spaced blocks are
 # checked: enough to find a file that is truncated, overwritten, or on a failing disk.
 CHECKED_BYTES = 2 << 30
-# Work of one thread at a time. Packing takes three times the bytes for each core.
-_SAMPLES_PER_TASK, _TASK_BYTES = 16, 4 << 20
+_SAMPLES_PER_TASK, _TASK_BYTES = 16, 4 << 20  # of one thread; packing takes three times the bytes for each core
 
 Fill = Callable[[range, np.ndarray], dict[int, str]]
 
@@ -241,16 +240,15 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
     starts = [0, *(stop for stop, _ in blocks)]
     checked = np.linspace(0, len(blocks) - 1, min(len(blocks), max(1, CHECKED_BYTES // BLOCK_BYTES))).astype(int)
 
-    def is_intact(number: int) -> bool:
+    def verify(number: int) -> None:
         start, (stop, crc32) = starts[number], blocks[number]
         with path.open("rb") as file:
             file.seek(header_bytes + start * row_bytes)
-            return zlib.crc32(file.read((stop - start) * row_bytes)) == crc32
+            if zlib.crc32(file.read((stop - start) * row_bytes)) != crc32:
+                raise DamagedPack(path, f"images {start:,} to {stop - 1:,} have changed")
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
-            if not intact:
-                raise DamagedPack(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
+        list(pool.map(verify, checked))
 
 
 # Sharing

@@ -32,7 +32,6 @@ _MAX_MEMBERS = 10_000_000
 _READ_BYTES = 1 << 20
 _BLOCK = 512
 _COMPRESSIONS = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-_ENCRYPTED = 0x1
 
 
 def is_archive(path: Path) -> bool:
@@ -107,7 +106,7 @@ def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
         for info in archive.infolist():
             name = info.filename.replace("\\", "/")
             is_plain = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
-            if not is_plain or info.flag_bits & _ENCRYPTED:
+            if not is_plain or info.flag_bits & 1:  # encrypted
                 what = "is a link, device or encrypted"
                 raise InputError(f"{path}: member {printable(name)}: {what}; unpack the archive and give the folder")
             if name.endswith("/"):
@@ -179,10 +178,8 @@ class LimitedStream(io.RawIOBase):
 def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
     """Raise InputError if the sizes known or read so far are those of a decompression bomb."""
     if expanded > _MAX_EXPANSION * compressed + _EXPANSION_SLACK_BYTES:
-        raise InputError(
-            f"{where}: expands from {compressed:,} to {expanded:,} bytes or more; if it is not a decompression bomb, "
-            "unpack it first"
-        )
+        fix = "if it is not a decompression bomb, unpack it first"
+        raise InputError(f"{where}: expands from {compressed:,} to {expanded:,} bytes or more; {fix}")
 
 
 def open_decompressed(path: Path) -> IO[bytes]:

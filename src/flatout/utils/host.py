@@ -7,8 +7,7 @@ import resource
 from functools import cache
 from pathlib import Path
 
-# The limits of a container.
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")  # the limits of a container
 
 
 def usable_cores() -> int:
@@ -70,18 +69,16 @@ def installed(*packages: str) -> dict[str, str]:
 
 def _lines(path: str, *keys: str) -> list[str]:
     """Return the values of the lines `KEY: VALUE` with one of the keys; none if the file cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return []
-    return [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(keys)]
+    with contextlib.suppress(OSError):
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return [line.partition(":")[2].strip() for line in lines if line.startswith(keys)]
+    return []
 
 
 @cache
 def process_place() -> str:
     """Return the PID namespace of this process: the host, and its container on Linux."""
-    try:
+    namespace = ""
+    with contextlib.suppress(OSError):
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        namespace = ""
     return f"{platform.node()}/{namespace}".replace(" ", "-")
