@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.cli.main import main
 from flatout.config.jobs import builtin_jobs
 from flatout.data.cache import entries, remove
 from flatout.data.detect import find
@@ -28,6 +27,7 @@ from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public
 from flatout.data.source import DataSource
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
+from tests.conftest import Command
 from tests.data.packs import Recorder, files_limited_to
 from tests.data.small_sets import png
 from tests.data.web_server import Resource, Server
@@ -250,26 +250,19 @@ def test_a_download_is_not_removed_while_it_is_used(photos: str, cache: Path):
     assert remove(entry.path)
 
 
-def test_commands(
-    server: Server, photos: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands(server: Server, photos: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
-    run = str(tmp_path / "run")
-    changes = ["--epochs", "1", "--batch-size", "8", "--devices", "cpu"]
-    assert main(["train", photos, "--model", "fast-cnn-16", "--out", run, *changes]) == 0
-    recipe = (tmp_path / "run" / "recipe.toml").read_text()
+    run, changes = tmp_path / "run", ["--epochs", "1", "--batch-size", "8", "--devices", "cpu"]
+    command("train", photos, "--model", "fast-cnn-16", "--out", run, *changes)
+    recipe = (run / "recipe.toml").read_text()
     assert f'path = "{photos}"' in recipe and 'job = "photos"' in recipe
-    assert main(["train", photos, "--out", run, "--resume", "--devices", "cpu"]) == 0
-    capfd.readouterr()
-    assert main(["evaluate", run, "--devices", "cpu", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["test_count"] == 6
-    assert main(["pack", photos, "--size", "8", "--out", str(tmp_path / "pack"), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["images"] == 60
+    command("train", photos, "--out", run, "--resume", "--devices", "cpu")
+    assert json.loads(command("evaluate", run, "--devices", "cpu", "--json"))["test_count"] == 6
+    assert json.loads(command("pack", photos, "--size", "8", "--out", tmp_path / "pack", "--json"))["images"] == 60
     assert len(server.gets()) == 1
-    assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2
-    captured = capfd.readouterr()
-    assert captured.err.startswith(f"flatout: {server.url('/missing.npz')}: the server answers 404 Not Found; ")
-    assert captured.err.count("\n") == 1
+    said = command("train", "fashion-mnist", "--data", server.url("/missing.npz"), code=2)
+    assert said.startswith(f"flatout: {server.url('/missing.npz')}: the server answers 404 Not Found; ")
+    assert said.count("\n") == 1
 
 
 # --- object stores ---

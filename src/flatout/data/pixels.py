@@ -23,9 +23,6 @@ class BadImage(ValueError):
     """A file that cannot be used as an image; the message is the reason, without the file's name."""
 
 
-# Layout and range
-
-
 def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.ndarray:
     """Return a view [N, H, W, C] of images [N, H, W], [N, H, W, C] or [N, C, H, W].
 

@@ -71,9 +71,6 @@ def printable(name: object) -> str:
     return os.fsencode(str(name)).decode("utf-8", "backslashreplace")
 
 
-# --- folders for output -----------------------------------------------------------------------------------------------
-
-
 def check_free(folder: Path | None, flag: str = "--out") -> None:
     """Raise InputError if an output folder, which `flag` names, is not empty."""
     try:
