@@ -13,7 +13,6 @@ from flatout.data.cache import Progress
 from flatout.data.fetch import download, is_remote
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
-from flatout.data.labels import find_class_list
 from flatout.data.pack import DESCRIPTION, open_pack
 from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
@@ -22,9 +21,8 @@ from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
 
-# In the order of detection: each takes a path, a class list or None, and options, and returns the data if the path has
-# its format.
-FORMATS: tuple[Callable[[Path, Path | None, ReadOptions], DataSource | None], ...] = (
+# In the order of detection: each takes a path and options, and returns the data if the path has its format.
+FORMATS: tuple[Callable[[Path, ReadOptions], DataSource | None], ...] = (
     folders.recognise_names,
     arrays.recognise_idx,
     arrays.recognise_numpy,
@@ -93,12 +91,12 @@ def recognise(
         return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
-    class_list = find_class_list(options.classes, path)
-    found = _recognise_format(path, class_list, options)
+    options = options.with_class_list(path)
+    found = _recognise_format(path, options)
     if found is None and is_archive(path):
-        class_list = class_list if options.classes else None  # one beside the archive is not of its content
-        read = _ArchiveReader(path, class_list, options, report)
-        found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
+        if not options.classes:
+            options = replace(options, class_list=None)  # one beside the archive is not of its content
+        found = DataSource(kind="archive", path=path, inputs=(path,), read=_ArchiveReader(path, options, report))
     if found is None:
         is_photos = folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name)
         raise InputError(f"{path}: {_NO_CLASSES if is_photos else _EXPECTED}")
@@ -106,13 +104,13 @@ def recognise(
     if not found.inputs:
         return found
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-    inputs = dict.fromkeys((*found.inputs, *([class_list] if class_list else [])))
+    inputs = dict.fromkeys((*found.inputs, *([options.class_list] if options.class_list else [])))
     return replace(found, inputs=tuple(inputs), options=repr(given))
 
 
-def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def _recognise_format(path: Path, options: ReadOptions) -> DataSource | None:
     for recognise in FORMATS:
-        if found := recognise(path, class_list, options):
+        if found := recognise(path, options):
             if options.images and recognise not in (tables.recognise_paddle, tables.recognise):
                 raise InputError(f"data.images = {options.images!r}: {path} is not a list of images; remove it")
             return found
@@ -124,7 +122,6 @@ class _ArchiveReader:
     """Unpacks an archive and reads its content in any format; messages name the archive."""
 
     path: Path
-    class_list: Path | None
     options: ReadOptions
     report: Progress | None
 
@@ -142,7 +139,7 @@ class _ArchiveReader:
         if (root / DESCRIPTION).is_file():
             raise InputError(f"{self.path}: holds a pack; unpack it, and give its folder")
         try:
-            found = _recognise_format(root, self.class_list or find_class_list("", root), options)
+            found = _recognise_format(root, options.with_class_list(root))
             if found is None:
                 raise InputError(f"{root}: {_EXPECTED}")
             source = found.read()

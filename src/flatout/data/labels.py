@@ -66,17 +66,6 @@ def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
 # Class lists
 
 
-def find_class_list(given: str, data: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> Path | None:
-    """Find the file of class names: the one given, else the first of these names in a folder or next to a file."""
-    if not given:
-        folder = data if data.is_dir() else data.parent
-        return next((path for name in names if (path := folder / name).is_file()), None)
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise InputError(f"{given}: no such class list; give a text file with one class name per line")
-    return path
-
-
 def read_class_list(path: Path) -> tuple[str, ...]:
     """Read the class names of a text file, one per line; the first is class 0."""
     try:
@@ -166,7 +155,7 @@ def read_labels(
         notes = (f"class names from {class_list}",)
         if ids != names and labels.kind != "rows":
             labels = _Distinct(labels.values.astype(str), labels.codes)
-    found = _interpret(labels, ids, place, subject or where, task)
+    found = _interpret(labels, ids, place, subject, task)
     classes = names if names and found.classes else found.classes
     return found._replace(classes=classes, notes=notes + found.notes)
 

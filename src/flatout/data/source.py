@@ -13,7 +13,7 @@ import numpy as np
 
 from flatout.config import Data
 from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
-from flatout.data.labels import count_classes, first_few, read_labels
+from flatout.data.labels import CLASS_LIST_NAME, count_classes, first_few, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
@@ -181,9 +181,23 @@ def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions(Data):
-    """The `data` section of a recipe, and its task."""
+    """The `data` section of a recipe, its task, and the file of class names that is given or next to the data."""
 
     task: str = "auto"
+    class_list: Path | None = None
+
+    @property
+    def image_folder(self) -> Path | None:
+        return Path(os.path.expanduser(self.images)) if self.images else None  # noqa: PTH111 - Path drops "./"
+
+    def with_class_list(self, data: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> "ReadOptions":
+        """Return the options with the class list given, else the first of these names in a folder or next to a file."""
+        given = Path(self.classes).expanduser() if self.classes else self.class_list
+        if given and not given.is_file():
+            raise InputError(f"{given}: no such class list; give a text file with one class name per line")
+        folder = data if data.is_dir() else data.parent
+        found = (path for name in names if (path := folder / name).is_file())
+        return replace(self, class_list=given or next(found, None))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,20 +220,18 @@ def assemble(
     kind: str,
     path: Path | None,
     splits: Mapping[str, tuple[Any, Any]],
+    options: ReadOptions,
     *,
     names: tuple[str, ...] | None = None,
-    class_list: Path | None = None,
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
     subject: str = "",
-    task: str,
     groups: Sequence[str] | None = None,
-    image_folder: Path | None = None,
 ) -> ImageDataset:
     """Return the data set of split -> (images, labels); every format uses this.
 
-    Images are an array [N, H, W, C] or a list of files; for labels, `names`, `class_list`, `locate` and `subject` see
-    `read_labels`. `groups` are those of the images of all splits.
+    Images are an array [N, H, W, C] or a list of files; for labels, `names`, `locate` and `subject` see `read_labels`.
+    By default messages locate a label by its file. `groups` are those of the images of all splits.
     """
     where = str(path or "data")
     splits = in_order(splits, where)
@@ -228,18 +240,22 @@ def assemble(
             raise InputError(f"{where}: {name} has {len(images):,} images but {len(labels):,} labels; make them equal")
         if len(images) == 0:
             raise InputError(f"{where}: the {name} split holds no images; fill it or leave it out")
-    found = read_labels(
-        {name: labels for name, (_, labels) in splits.items()},
-        where,
-        locate=locate or (lambda name, index: f"{where}: {name}: label {index}"),
-        names=names,
-        class_list=class_list,
-        subject=subject,
-        task=task,
-    )
     bounds = np.cumsum([0, *(len(labels) for _, labels in splits.values())]).tolist()
     images = [images for images, _ in splits.values()]
     is_files = not isinstance(images[0], np.ndarray)
+
+    def place(name: str, index: int) -> str:
+        return str(splits[name][0][index]) if is_files else f"{where}: {name}: label {index}"
+
+    found = read_labels(
+        {name: labels for name, (_, labels) in splits.items()},
+        where,
+        locate=locate or place,
+        names=names,
+        class_list=options.class_list,
+        subject=subject or where,
+        task=options.task,
+    )
     files = ImageBytesList(chain.from_iterable(images)) if is_files else None
     return ImageDataset(
         kind=kind,
@@ -252,7 +268,7 @@ def assemble(
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
-        image_folder=image_folder,
+        image_folder=options.image_folder,
     )
 
 

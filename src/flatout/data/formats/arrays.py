@@ -6,7 +6,7 @@ Shape letters: N images, H height, W width, C channels.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ NUMPY_KIND, IDX_KIND, CIFAR_KIND, JSON_KIND = "NumPy arrays", "IDX files", "CIFA
 
 
 def _assemble(
-    splits: Mapping[str, tuple[Any, ...]],
     kind: str,
     path: Path | None,
-    class_list: Path | None,
-    task: str,
+    splits: Mapping[str, tuple[Any, ...]],
+    options: ReadOptions,
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
 ) -> ImageDataset:
@@ -42,7 +41,7 @@ def _assemble(
         if pixels.shape[3] not in (1, 3):
             height, width, channels = pixels.shape[1:]
             notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
-    return assemble(kind, path, converted, class_list=class_list, notes=notes, locate=locate, task=task)
+    return assemble(kind, path, converted, options, notes=notes, locate=locate)
 
 
 # NumPy
@@ -52,23 +51,23 @@ _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
 _NAMES = "name the arrays x_train, y_train, x_test, y_test, or images and labels"
 
 
-def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_numpy(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the `.npy` files of a folder, one `.npy` file with labels next to it, or an `.npz` file."""
     suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix == ".npz":
-        return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
+        return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, options))
     if suffix == ".npy":
         labels = path.with_name(f"{path.stem}_labels.npy")
         if not labels.is_file():
             raise InputError(f"{path}: its labels, {labels.name}, are not next to it; or give the folder of both")
-        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, class_list, options)
+        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, options)
     files = {file.stem: file for file in files_in(path, lambda name: name.lower().endswith(".npy"))}
     # The `.npy` files may be images that a CSV file lists.
     lists = files_in(path, lambda name: name.lower().endswith((".csv", ".tsv")))
     if not files or (lists and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
-    return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, class_list, options)
+    return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, options)
 
 
 def _of_pairs(
@@ -76,14 +75,11 @@ def _of_pairs(
     path: Path,
     pairs: dict[str, tuple[Path, Path]],
     read: Callable[[Path], np.ndarray],
-    class_list: Path | None,
     options: ReadOptions,
 ) -> DataSource:
     def read_all() -> ImageDataset:
         splits = {split: (read(images), read(labels)) for split, (images, labels) in pairs.items()}
-        return _assemble(
-            splits, kind, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
-        )
+        return _assemble(kind, path, splits, options, locate=lambda split, i: f"{pairs[split][1]}: label {i}")
 
     inputs = tuple(file for pair in pairs.values() for file in pair)
     return DataSource(kind=kind, path=path, inputs=inputs, read=read_all)
@@ -114,7 +110,7 @@ def _read_npy(file: Path) -> np.ndarray:
     return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
 
-def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
+def _read_npz(path: Path, options: ReadOptions) -> ImageDataset:
     def load(archive: Any, key: str) -> np.ndarray:
         info = next(info for info in archive.zip.infolist() if info.filename in (key, f"{key}.npy"))
         where = f"{path}: {one_line(key)}"
@@ -131,9 +127,7 @@ def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Imag
             splits = {split: (load(archive, x), load(archive, y)) for split, (x, y) in roles.items()}
             used = {key for pair in roles.values() for key in pair}
             unused = one_line(", ".join(key for key in archive.files if key not in used))
-    return _assemble(
-        splits, NUMPY_KIND, path, class_list, options.task, (f"ignored the arrays {unused}",) if unused else ()
-    )
+    return _assemble(NUMPY_KIND, path, splits, options, (f"ignored the arrays {unused}",) if unused else ())
 
 
 def _loaded(where: str, load: Callable[[], Any]) -> Any:
@@ -155,7 +149,7 @@ _IDX_NAMES = "name the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_idx(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise an IDX data set in a folder."""
     if not path.is_dir():
         if _IDX_NAME.fullmatch(path.name):
@@ -167,7 +161,7 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
     if not files:
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
-    return _of_pairs(IDX_KIND, path, in_order(pairs, path), read_idx, class_list, options)
+    return _of_pairs(IDX_KIND, path, in_order(pairs, path), read_idx, options)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -197,7 +191,7 @@ _CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")
 
 
-def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_cifar(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the binary version of a CIFAR data set in a folder."""
     files = {file.name: file for file in files_in(path, lambda name: name.endswith((".bin", ".txt")))}
     batches = [file for name, file in files.items() if name.startswith("data_batch_") and name.endswith(".bin")]
@@ -207,8 +201,11 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
         splits, label_bytes = {"train": [files["train.bin"]], "test": [files["test.bin"]]}, 2
     else:
         return None
-    names = class_list or files.get(_CIFAR_NAMES[label_bytes - 1])
-    inputs = (*(file for some in splits.values() for file in some), *([names] if names else ()))
+    options = options.with_class_list(path, [_CIFAR_NAMES[label_bytes - 1]])
+    inputs = (
+        *(file for some in splits.values() for file in some),
+        *([options.class_list] if options.class_list else ()),
+    )
 
     def read() -> ImageDataset:
         parts, size = {}, label_bytes + _CIFAR_PIXELS
@@ -220,7 +217,7 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
                 records = np.concatenate([np.fromfile(file, np.uint8) for file in some]).reshape(-1, size)
             images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
-        return _assemble(parts, CIFAR_KIND, path, names, options.task)
+        return _assemble(CIFAR_KIND, path, parts, options)
 
     return DataSource(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
 
@@ -234,14 +231,14 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-def recognise_json(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_json(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the JSON triples in a file, by its name."""
     if not path.name.lower().endswith(_JSON_SUFFIXES) or not path.is_file():
         return None
-    return DataSource(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, class_list, options))
+    return DataSource(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, options))
 
 
-def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
+def _read_json(path: Path, options: ReadOptions) -> ImageDataset:
     """Parse a file as a stream: a whole data set of Python floats would take gigabytes."""
     import ijson
 
@@ -287,7 +284,7 @@ def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Ima
         name: (to_uint8(own, scale, f"{path}: {name}"), own_labels)
         for name, own, own_labels in zip(SPLITS, images, labels, strict=True)
     }
-    return assemble(JSON_KIND, path, splits, class_list=class_list, task=options.task)
+    return assemble(JSON_KIND, path, splits, options)
 
 
 class _Shallow:
@@ -323,7 +320,7 @@ def load_digits_source() -> ImageDataset:
 
     digits: Any = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-    return _assemble({"train": (images, digits.target)}, "scikit-learn digits", None, None, "auto")
+    return _assemble("scikit-learn digits", None, {"train": (images, digits.target)}, ReadOptions())
 
 
 def is_array(value: object) -> bool:
@@ -351,7 +348,7 @@ def from_arrays(data: object, task: str = "auto") -> ImageDataset:
         name: (as_array(images), labels if isinstance(labels, list) else as_array(labels))
         for name, (images, labels) in parts
     }
-    return _assemble(splits, "arrays", None, None, task)
+    return _assemble("arrays", None, splits, ReadOptions(task=task))
 
 
 def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:

@@ -38,13 +38,13 @@ _MIN_GROUPS, _GROUP_BYTES = 2, 1 << 27
 _ROW_BYTES = 100
 
 
-def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_parquet(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise Parquet files by their names."""
     splits = find_shards(path, lambda name: name.lower().endswith(".parquet"))
-    return reference(PARQUET_KIND, path, splits, _read_tables, class_list, options)
+    return reference(PARQUET_KIND, path, splits, _read_tables, options)
 
 
-def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_saved(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise a folder of Arrow files with `dataset_info.json`, or one per split with `dataset_dict.json`."""
     splits: dict[str, list[Path]] = {}
     try:
@@ -56,7 +56,7 @@ def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"its JSON files cannot be read ({first_line(error)}); save the data set again"
         raise InputError(f"{path}: {what}") from None
-    return reference(SAVED_KIND, path, splits, _read_tables, class_list, options)
+    return reference(SAVED_KIND, path, splits, _read_tables, options)
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -64,9 +64,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     return [folder / Path(file["filename"]).name for file in state["_data_files"]]
 
 
-def _read_tables(
-    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
+def _read_tables(kind: str, path: Path, splits: dict[str, list[Path]], options: ReadOptions) -> ImageDataset:
     """Read the labels of split -> files; images are read in pieces when they are decoded."""
     tables = {split: [_Table(file, options) for file in files] for split, files in splits.items()}
     every = [table for some in tables.values() for table in some]
@@ -85,16 +83,7 @@ def _read_tables(
         if missing := [str(image) for image, label in zip(images, labels, strict=True) if label is None]:
             raise InputError(f"rows without a label: {first_few(missing)}")
         parts[split] = images, labels
-    return assemble(
-        kind,
-        path,
-        parts,
-        names=names,
-        class_list=class_list,
-        notes=tuple(notes),
-        locate=lambda split, i: str(parts[split][0][i]),
-        task=options.task,
-    )
+    return assemble(kind, path, parts, options, names=names, notes=tuple(notes))
 
 
 class _Groups:
@@ -285,7 +274,7 @@ def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
     splits = {name: _read_items(part, name) for name, part in parts.items()}
     notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
-    return assemble(TORCH_KIND, None, splits, names=_names_of(parts["train"]), notes=notes, task=task)
+    return assemble(TORCH_KIND, None, splits, ReadOptions(task=task), names=_names_of(parts["train"]), notes=notes)
 
 
 def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -71,7 +72,7 @@ def has_images(folder: Path) -> bool:
 # Class folders
 
 
-def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise a tree of class folders; next to others, a folder `train` that itself contains images is a class."""
     if not path.is_dir():
         return None
@@ -89,9 +90,9 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
             raise InputError(f"{path}: holds images in one folder only, {filled[0].name}; give {filled[0]}")
         splits = {"train": path}
     # A classes.txt in the folder is ignored: the folders name the classes.
-    names = class_list if options.classes else None
-    task = "single-label" if options.task == "auto" else options.task
-    return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
+    options = replace(options, class_list=options.class_list if options.classes else None)
+    options = replace(options, task="single-label" if options.task == "auto" else options.task)
+    return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, options))
 
 
 def one_per_split(path: Path, named: Iterable[tuple[str | None, Path]]) -> dict[str, Path]:
@@ -123,7 +124,7 @@ def _files_below(entry: "os.DirEntry[str]", above: tuple[Path, ...]) -> Iterator
             yield from _files_below(inner, (*above, real))
 
 
-def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> ImageDataset:
+def _read_folders(path: Path, splits: dict[str, Path], options: ReadOptions) -> ImageDataset:
     parts: dict[str, tuple[list[str], list[str]]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
@@ -158,27 +159,26 @@ def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, 
         KIND,
         path,
         parts,
-        names=None if class_list else tuple(sorted({name for _, labels in parts.values() for name in labels})),
-        class_list=class_list,
+        options,
+        names=None if options.class_list else tuple(sorted({name for _, labels in parts.values() for name in labels})),
         notes=tuple(notes),
         locate=lambda split, i: str(Path(parts[split][0][i]).parent),
-        task=task,
     )
 
 
 # Classes in the names of files
 
 
-def recognise_names(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_names(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the images of a folder, or of its split folders, if `data.label_pattern` finds classes in names."""
     if not options.label_pattern or not path.is_dir():
         return None
     splits = _split_folders(path)
     splits = in_order(splits, path) if splits else {"train": path}
-    return DataSource(kind=NAMES_KIND, path=path, read=lambda: _read_names(path, splits, class_list, options))
+    return DataSource(kind=NAMES_KIND, path=path, read=lambda: _read_names(path, splits, options))
 
 
-def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
+def _read_names(path: Path, splits: dict[str, Path], options: ReadOptions) -> ImageDataset:
     """Read split -> folder; images in subfolders are ignored."""
     pattern = re.compile(options.label_pattern)
     group = "label" if "label" in pattern.groupindex else 1
@@ -192,4 +192,4 @@ def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, op
         raise InputError(
             f"data.label_pattern = {pattern.pattern!r}: finds no class in {len(others):,} names: {first_few(others, 5)}"
         )
-    return assemble(NAMES_KIND, path, parts, class_list=class_list, task=options.task)
+    return assemble(NAMES_KIND, path, parts, options)

@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.formats.folders import is_dir, is_image_name, visible
-from flatout.data.labels import NoLabels, distinct_names, find_class_list
+from flatout.data.labels import NoLabels, distinct_names
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, Slice, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import opener_of, reading, tar_members
@@ -40,19 +40,18 @@ _CLASS_LISTS = ("labels.txt", "label.labels.txt")
 _MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
-def recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_webdataset(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise shards by the first samples of one of them: an image and its label."""
     splits = find_shards(path, lambda name: name.lower().endswith(".tar"))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
-    return reference(WEBDATASET_KIND, path, splits, _read_webdataset, class_list, options)
+    return reference(WEBDATASET_KIND, path, splits, _read_webdataset, options)
 
 
-def recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_tfrecord(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
-    names = class_list or find_class_list("", path, _CLASS_LISTS)
-    return reference(TFRECORD_KIND, path, splits, _read_tfrecord, names, options)
+    return reference(TFRECORD_KIND, path, splits, _read_tfrecord, options.with_class_list(path, _CLASS_LISTS))
 
 
 # --- files ---
@@ -79,19 +78,14 @@ def _files(folder: Path) -> Iterator[tuple[str | None, Path]]:
 
 
 def reference(
-    kind: str,
-    path: Path,
-    splits: dict[str, list[Path]],
-    read: Callable[..., ImageDataset],
-    class_list: Path | None,
-    options: ReadOptions,
+    kind: str, path: Path, splits: dict[str, list[Path]], read: Callable[..., ImageDataset], options: ReadOptions
 ) -> DataSource | None:
     """Return the data in split -> shards, or None without shards; `read` gets the other arguments."""
     if not splits:
         return None
     splits = in_order(splits, path)
-    inputs = (*chain.from_iterable(splits.values()), *([class_list] if class_list else []))
-    return DataSource(kind=kind, path=path, inputs=inputs, read=partial(read, kind, path, splits, class_list, options))
+    inputs = (*chain.from_iterable(splits.values()), *([options.class_list] if options.class_list else []))
+    return DataSource(kind=kind, path=path, inputs=inputs, read=partial(read, kind, path, splits, options))
 
 
 def expand_braces(path: Path) -> list[Path]:
@@ -114,9 +108,7 @@ def expand_braces(path: Path) -> list[Path]:
 # --- WebDataset ---
 
 
-def _read_webdataset(
-    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
+def _read_webdataset(kind: str, path: Path, splits: dict[str, list[Path]], options: ReadOptions) -> ImageDataset:
     parts: dict[str, tuple[list[Slice], list[object]]] = {}
     label_name = options.label_column.lower() or "cls"
     for split, files in splits.items():
@@ -133,14 +125,7 @@ def _read_webdataset(
                         )
                     parts[split][0].append(_slice(file, images[0]))
                     parts[split][1].append(_label(_slice(file, labels[0]), options))
-    return assemble(
-        kind,
-        path,
-        parts,
-        class_list=class_list,
-        locate=lambda split, i: str(parts[split][0][i]),
-        task=options.task,
-    )
+    return assemble(kind, path, parts, options)
 
 
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
@@ -214,9 +199,7 @@ class _Sample(NamedTuple):
 _Features = dict[str, list[int | float | slice]]
 
 
-def _read_tfrecord(
-    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
-) -> ImageDataset:
+def _read_tfrecord(kind: str, path: Path, splits: dict[str, list[Path]], options: ReadOptions) -> ImageDataset:
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
     for split, files in splits.items():
@@ -228,21 +211,13 @@ def _read_tfrecord(
             notes.append(f"there is no {split} split: {error}")
     every = [sample for some in samples.values() for sample in some]
     is_single = all(len(sample.labels) == 1 for sample in every)
-    texts = _class_texts(every) if is_single and class_list is None else {}
+    texts = _class_texts(every) if is_single and options.class_list is None else {}
 
     def label(sample: _Sample) -> object:
         return texts.get(sample.labels[0], sample.labels[0]) if is_single else sample.labels
 
-    return assemble(
-        kind,
-        path,
-        {split: ([one.image for one in some], list(map(label, some))) for split, some in samples.items()},
-        names=tuple(texts.values()) or None,
-        class_list=class_list,
-        notes=tuple(notes),
-        locate=lambda split, i: str(samples[split][i].image),
-        task=options.task,
-    )
+    parts = {split: ([one.image for one in some], list(map(label, some))) for split, some in samples.items()}
+    return assemble(kind, path, parts, options, names=tuple(texts.values()) or None, notes=tuple(notes))
 
 
 def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:

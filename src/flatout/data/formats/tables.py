@@ -1,8 +1,7 @@
 """Lists of image files and labels: CSV, JSON lines and PaddleClas lists.
 
 A list is one file, a folder with a file for each split, such as `desc_train.csv`, or a folder of split folders with a
-`metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders. Lists may have millions of rows, so that
-columns are processed as a whole.
+`metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders. Lists may have millions of rows.
 """
 
 import csv
@@ -12,20 +11,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
-from flatout.data.labels import NoLabels, find_class_list, first_few
+from flatout.data.labels import NoLabels, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
@@ -45,21 +40,21 @@ _FLAGS = {**dict.fromkeys(("0", "0.0", "false"), 0), **dict.fromkeys(("1", "1.0"
 # PaddleClas has 0,1,0 in one cell for several labels.
 _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 _EMPTY = "lists no images; write rows of file,label"
-# Rows that are Python objects at the same time.
-_CHUNK = 1 << 16
+# Rows that are lists at the same time: the columns of millions take less memory.
+_CHUNK = 1 << 12
 
 
 # Recognising
 
 
-def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file.
 
     Next to class folders, the only CSV file is used only if its first row names an image.
     """
     if not path.is_dir():
         files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
-        return _source(KIND, path, files, class_list, options)
+        return _source(KIND, path, files, options)
     found = files_in(path, lambda name: name.lower().endswith(SUFFIXES))
     files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
@@ -69,17 +64,17 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         inside = folders_in(path)
         is_one_class = len(inside) == 1 and not split_of(inside[0].name)
         is_list = is_one_class or (len(found) == 1 and _names_images(found[0], options))
-        if not is_list and folders.recognise(path, class_list, options):
+        if not is_list and folders.recognise(path, options):
             return None
         if len(found) > 1:
             names = first_few([file.name for file in found], 5)
             fix = "give the path of one, or name them train.csv, test.csv"
             raise InputError(f"{path}: holds several CSV files ({names}); {fix}")
         files = {"": found[0]}
-    return _source(KIND, path, files, class_list, options)
+    return _source(KIND, path, files, options)
 
 
-def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
+def recognise_paddle(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the PaddleClas lists of a folder, or one list."""
     if not path.is_dir():
         files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
@@ -92,17 +87,14 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
         )
         # A text file of that name next to class folders may be anything.
         files = files if "train" in files or any(file in sure for file in files.values()) else {}
-    names = class_list or find_class_list("", path, _PADDLE_CLASS_LISTS)
-    return _source(PADDLE_KIND, path, files, names, options)
+    return _source(PADDLE_KIND, path, files, options.with_class_list(path, _PADDLE_CLASS_LISTS))
 
 
-def _source(
-    kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions
-) -> DataSource | None:
+def _source(kind: str, path: Path, files: dict[str, Path], options: ReadOptions) -> DataSource | None:
     if not files:
         return None
     files = files if "" in files else in_order(files, path)
-    return DataSource(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
+    return DataSource(kind=kind, path=path, read=lambda: _read(kind, path, files, options))
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
@@ -122,14 +114,29 @@ def _begins_with_image(path: Path) -> bool:
 # Text files
 
 
-class _TextFile:
-    """The rows of a text file that are not blank, trimmed; of JSON lines, the first row is the keys.
+class _Table(NamedTuple):
+    """Rows of a text file: the numbers of the lines in which they begin, and the cells of each column, trimmed."""
 
-    `head` is the cells of the first two rows.
+    path: Path
+    lines: list[int]
+    cells: list[list[str]]
+
+    def place(self, row: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: line {self.lines[row]}"
+
+    def take(self, rows: list[int]) -> "_Table":
+        return _Table(self.path, [self.lines[i] for i in rows], [[cells[i] for i in rows] for cells in self.cells])
+
+
+class _TextFile:
+    """The rows of a text file that are not blank; of JSON lines, the first row is the keys.
+
+    `head` is the cells of the first two rows, trimmed.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._suffix = path, path.suffix.lower()
+        self.path = path
         try:
             self._data = path.read_bytes()
             self._data.decode()
@@ -141,64 +148,47 @@ class _TextFile:
         if bad >= 0:
             line = self._data.count(b"\n", 0, bad) + 1
             raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
-        self._data = self._data.removeprefix(b"\xef\xbb\xbf")
-        start = self._data[:65536].decode(errors="ignore")
-        first = next((line for line in start.splitlines() if line.strip()), "")
-        delimiter = max(",;\t", key=first.count)
-        self._delimiter = delimiter if delimiter in first else "|"  # a bar also separates labels
-        self.head = [cells for _, cells in islice(self._rows(), 2)]
+        self.head = [[cell.strip() for cell in cells] for _, cells in islice(self._rows(), 2)]
         if not self.head:
             raise InputError(f"{path}: {_EMPTY}")
 
-    def place(self, row: int | np.integer) -> str:
-        """Return the start of a message about a row."""
-        return f"{self.path}: line {self._lines[row]}"
-
-    @cached_property
-    def _lines(self) -> list[int]:
-        return [line for line, _ in self._rows()]
-
-    def columns(self) -> list[pa.Array]:
-        """Read all columns, Arrow arrays of text [rows]."""
-        # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed.
-        if self._suffix not in (".jsonl", ".txt") and self._data.count(b'"') % 2 == 0:
-            with suppress(pa.ArrowInvalid):
-                return self._arrow_columns()
-        rows, width = list(self._rows()), len(self.head[0])
-        if ragged := [f"line {line} has {len(cells)}" for line, cells in rows if len(cells) != width]:
-            fix = "quote cells that hold the delimiter"
-            raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
-        return [pa.array(column, pa.string()) for column in zip(*(cells for _, cells in rows), strict=True)]
-
-    def _arrow_columns(self) -> list[pa.Array]:
-        types = {str(i): pa.string() for i in range(len(self.head[0]))}
-        table = pyarrow.csv.read_csv(
-            pa.BufferReader(self._data),
-            pyarrow.csv.ReadOptions(column_names=list(types)),
-            pyarrow.csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
-            pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
-        )
-        columns = [pc.call_function("utf8_trim_whitespace", [column.combine_chunks()]) for column in table.columns]
-        lengths = [pc.call_function("binary_length", [column]).to_numpy() for column in columns]
-        is_filled = pa.array(np.any(lengths, axis=0))
-        return [column.filter(is_filled) for column in columns]
+    def table(self, skip: int) -> "_Table":
+        """Read the rows, but for some at the start."""
+        rows, width = islice(self._rows(), skip, None), len(self.head[0])
+        table = _Table(self.path, [], [[] for _ in range(width)])
+        while some := list(islice(rows, _CHUNK)):
+            if ragged := [f"line {line} has {len(cells)}" for line, cells in some if len(cells) != width]:
+                fix = "quote cells that hold the delimiter"
+                raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
+            table.lines.extend(line for line, _ in some)
+            for column, cells in zip(table.cells, zip(*(cells for _, cells in some), strict=True), strict=True):
+                column.extend(map(str.strip, cells))
+        if not table.lines:
+            raise InputError(f"{self.path}: {_EMPTY}")
+        return table
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of the line in which each row begins, and its cells."""
-        text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8", newline="")
-        if self._suffix == ".jsonl":
+        text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8-sig", newline="")
+        suffix = self.path.suffix.lower()
+        if suffix == ".jsonl":
             yield from self._json_rows(text)
-            return
-        if self._suffix == ".txt":
+        elif suffix == ".txt":
             yield from ((number, cells) for number, line in enumerate(text, 1) if (cells := line.rsplit(maxsplit=1)))
-            return
-        reader = csv.reader(text, delimiter=self._delimiter, strict=True)
+        else:
+            yield from self._csv_rows(text)
+
+    def _csv_rows(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        start = self._data[:65536].decode(errors="ignore")
+        head = next(filter(str.strip, start.splitlines()), "")
+        delimiter = max(",;\t", key=head.count)
+        # A bar also separates labels.
+        reader = csv.reader(lines, delimiter=delimiter if delimiter in head else "|", strict=True)
         first = 1
         try:
             for cells in reader:
-                stripped = [cell.strip() for cell in cells]
-                if any(stripped):
-                    yield first, stripped
+                if any(map(str.strip, cells)):
+                    yield first, cells
                 first = reader.line_num + 1
         except csv.Error as error:
             what = "a quotation mark is not closed" if "end of data" in str(error) else error
@@ -220,15 +210,14 @@ class _TextFile:
 
 def _json_cell(value: object) -> str:
     if isinstance(value, str):
-        return value.strip()
+        return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 # Columns
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
+class _Columns(NamedTuple):
     """Column indices (and names of label columns), whether splits are flags, and whether there is a header."""
 
     file: int
@@ -288,10 +277,6 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
 # Files
 
 
-def _image_folder(options: ReadOptions) -> Path | None:
-    return Path(os.path.expanduser(options.images)) if options.images else None  # noqa: PTH111 - Path drops "./"
-
-
 class _Locator:
     """Finds the image files that rows of a split name, without suffix if only one fits.
 
@@ -300,7 +285,7 @@ class _Locator:
     """
 
     def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
-        if images := _image_folder(options):
+        if images := options.image_folder:
             if not images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
             self._bases, self._where = [images, folder], f"{images} and {folder}"
@@ -310,24 +295,24 @@ class _Locator:
         self._real_bases = [base.resolve() for base in self._bases]
         self._folders, self._files, self._stems = cache(self._folders), cache(self._files), cache(self._stems)
 
-    def find_all(self, cells: pa.Array, place: Callable[[int], str]) -> list[str]:
-        """Find the files that an array names; those missing or outside the folders are one error."""
-        spans = (cells[start : start + _CHUNK] for start in range(0, len(cells), _CHUNK))
-        found = [self.find(cell) for span in spans for cell in span.to_pylist()]
-        if missing := [f"{place(i)}: {cells[i].as_py() or '(empty)'}" for i, file in enumerate(found) if file is None]:
+    def find_all(self, table: _Table, column: int) -> list[str]:
+        """Find the files that a column names; those missing or outside the folders are one error."""
+        cells = table.cells[column]
+        found = list(map(self.find, cells))
+        if missing := [f"{table.place(i)}: {cells[i] or '(empty)'}" for i, file in enumerate(found) if not file]:
             raise InputError(
                 f"files that are missing or not below {self._where}, {len(missing):,} (--set data.images=DIR names "
                 f"another folder): {first_few(missing)}"
             )
-        return [file for file in found if file is not None]
+        return found
 
-    def find(self, cell: str) -> str | None:
-        """Return the path of a file, or None."""
+    def find(self, cell: str) -> str:
+        """Return the path of a file, or an empty text."""
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for folder in self._folders(parent or slash):
             if found := self._files(folder).get(name) or self._stems(folder).get(name):
                 return found
-        return None
+        return ""
 
     def _folders(self, parent: str) -> list[str]:
         bases = () if "\0" in parent else self._bases  # JSON can hold NUL, which no path may
@@ -360,11 +345,18 @@ class _Locator:
 # Reading
 
 
-def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
+class _Part(NamedTuple):
+    """The rows of a split: their files, each column of labels, and groups, if there are any."""
+
+    files: list[str]
+    labels: list[list[str]]
+    groups: list[str]
+    place: Callable[[int], str]
+
+
+def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -> ImageDataset:
     """Read split -> list; the only list may have a column of splits."""
-    parts: dict[str, tuple[list[str], list[pa.DictionaryArray]]] = {}
-    places: dict[str, Callable[[int], str]] = {}
-    groups: dict[str, list[str]] = {}
+    parts: dict[str, _Part] = {}
     notes: list[str] = []
     names: list[str | int] = []
     for name, file in lists.items():
@@ -379,82 +371,66 @@ def _read(kind: str, path: Path, lists: dict[str, Path], class_list: Path | None
         if names and [*columns.labels.values()] != names:
             found, known = (", ".join(map(repr, some)) for some in (columns.labels.values(), names))
             raise InputError(f"{file}: the columns of labels are {found}, elsewhere {known}")
-        names, cells = [*columns.labels.values()], text.columns()
-        rows = np.arange(int(columns.has_header), len(cells[0]))
-        if not len(rows):
-            raise InputError(f"{file}: {_EMPTY}")
-        splits = {name or "train": rows}
-        if columns.split is not None and len(lists) == 1:
-            splits = _split_rows(text, cells[columns.split], rows, columns.has_flags)
-        for split, own in splits.items():
-            place = places[split] = lambda i, text=text, own=own: text.place(own[i])
-            files = locator(split).find_all(cells[columns.file].take(own), place)
-            parts[split] = files, [cells[column].take(own).dictionary_encode() for column in columns.labels]
-            groups[split] = [] if columns.group is None else cells[columns.group].take(own).to_pylist()
-            if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups[split]) if not group]:
+        names, table = [*columns.labels.values()], text.table(columns.has_header)
+        has_splits = columns.split is not None and len(lists) == 1
+        for split, own in (_by_split(table, columns) if has_splits else {name or "train": table}).items():
+            files = locator(split).find_all(own, columns.file)
+            groups = [] if columns.group is None else own.cells[columns.group]
+            if empty := [f"{own.place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
                 raise InputError(first_few(empty))
+            parts[split] = _Part(files, [own.cells[i] for i in columns.labels], groups, own.place)
     parts = in_order(parts, path)
     seen: set[str] = set()
-    every = ((split, i, file) for split, (files, _) in parts.items() for i, file in enumerate(files))
-    if again := [(split, i) for split, i, file in every if file in seen or seen.add(file)]:
-        split, i = again[0]
+    every = ((part, i, file) for part in parts.values() for i, file in enumerate(part.files))
+    if again := [(part, i) for part, i, file in every if file in seen or seen.add(file)]:
+        part, i = again[0]
         notes.append(
-            f"rows that name the image of an earlier row: {len(again):,} (such as {places[split](i)}); several labels "
+            f"rows that name the image of an earlier row: {len(again):,} (such as {part.place(i)}); several labels "
             "of an image belong in one cell, such as cat|dog"
         )
     # In a small split, lists of class numbers may all look like flags.
-    texts = (text for _, some in parts.values() for column in some for text in column.dictionary.to_pylist())
-    are_flags = len(names) > 1 or all(map(_ROW_OF_FLAGS.fullmatch, texts))
+    cells = chain.from_iterable(column for part in parts.values() for column in part.labels)
+    are_flags = len(names) > 1 or all(map(_ROW_OF_FLAGS.fullmatch, cells))
     return assemble(
         kind,
         path,
-        {split: (files, _read_labels(some, are_flags, places[split])) for split, (files, some) in parts.items()},
+        {split: (part.files, _read_labels(part, are_flags)) for split, part in parts.items()},
+        options,
         names=tuple(map(str, names)) if len(names) > 1 else None,
-        class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: places[split](i),
+        locate=lambda split, i: parts[split].place(i),
         subject=f"{next(iter(lists.values()))}: column {', '.join(map(repr, names))}",
-        task=options.task,
-        groups=[group for split in parts for group in groups[split]] or None,
-        image_folder=_image_folder(options),
+        groups=[group for part in parts.values() for group in part.groups] or None,
     )
 
 
-def _split_rows(text: _TextFile, cells: pa.Array, rows: np.ndarray, has_flags: bool) -> dict[str, np.ndarray]:
+def _by_split(table: _Table, columns: _Columns) -> dict[str, _Table]:
     """Divide rows by the column of splits, or of false and true for training and validation."""
-    meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if has_flags else {}
-    encoded = cells.take(rows).dictionary_encode()
-    codes, splits = encoded.indices.to_numpy(), []
-    for code, cell in enumerate(encoded.dictionary.to_pylist()):
-        split = meaning.get(cell.lower()) or split_of(cell)
-        if split is None:
-            place = text.place(int(rows[np.argmax(codes == code)]))
-            need = "true or false" if has_flags else "train, valid or test"
-            raise InputError(f"{place}: unknown split {cell!r}; write {need}")
-        splits.append(split)
-    split_of_row = np.array(splits)[codes]
-    return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
+    meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if columns.has_flags else {}
+    split_in = cache(lambda cell: meaning.get(cell.lower()) or split_of(cell))
+    rows: dict[str, list[int]] = {}
+    for row, cell in enumerate(table.cells[columns.split]):
+        if (split := split_in(cell)) is None:
+            need = "true or false" if columns.has_flags else "train, valid or test"
+            raise InputError(f"{table.place(row)}: unknown split {cell!r}; write {need}")
+        rows.setdefault(split, []).append(row)
+    return {split: table.take(own) for split, own in rows.items()}
 
 
-def _read_labels(
-    columns: list[pa.DictionaryArray], are_flags: bool, place: Callable[[int], str]
-) -> list[Any] | np.ndarray:
+def _read_labels(part: _Part, are_flags: bool) -> list[Any] | np.ndarray:
     """Read a column of labels, or flags as int8 [rows, columns]: of one column, or of several named after classes."""
-    distinct = [(column.dictionary.to_pylist(), column.indices.to_numpy()) for column in columns]
-    texts, codes = distinct[0]
+    cells = part.labels[0]
     if not are_flags:
-        labels = list(map(_list_in, texts))
-        return [labels[code] for code in codes.tolist()]
-    if len(columns) == 1:
-        lengths = np.array(list(map(len, texts)))
-        if short := np.flatnonzero((lengths < lengths.max())[codes]).tolist():
-            lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
-            raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
-        return np.array([[*map(int, text[::2])] for text in texts], np.int8)[codes]
-    tables = (np.array([_FLAGS.get(text.lower(), -1) for text in texts], np.int8)[codes] for texts, codes in distinct)
-    flags = np.stack(list(tables), axis=1)
+        return list(map(cache(_list_in), cells))
+    if len(part.labels) == 1:
+        length = max(map(len, cells))
+        if short := [i for i, cell in enumerate(cells) if len(cell) < length]:
+            lines = first_few(f"{part.place(i)}: {cells[i]}" for i in short)
+            raise InputError(f"{lines}; elsewhere there are {length // 2 + 1} numbers of 0 and 1")
+        return np.array([[*map(int, cell[::2])] for cell in cells], np.int8)
+    flags = np.array([[_FLAGS.get(cell.lower(), -1) for cell in column] for column in part.labels], np.int8).T
     if wrong := np.argwhere(flags < 0).tolist():
-        found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
+        found = ((part.place(i), part.labels[column][i]) for i, column in wrong)
         lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
         raise InputError(f"{lines}; write 0 or 1, or several names in one column, such as cat|dog")
     return flags
