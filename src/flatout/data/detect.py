@@ -4,7 +4,8 @@ import os
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from flatout.config import Data
@@ -96,16 +97,17 @@ def recognise(
     if found is None and is_archive(path):
         if not options.classes:
             options = replace(options, class_list=None)  # one beside the archive is not of its content
-        found = DataSource(kind="archive", path=path, inputs=(path,), read=_ArchiveReader(path, options, report))
+        read = partial(_read_archive, path, options, report)
+        found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
     if found is None:
         is_photos = folders.has_images(path) if path.is_dir() else folders.is_image_name(path.name)
         raise InputError(f"{path}: {_NO_CLASSES if is_photos else _EXPECTED}")
-    found = replace(found, task=task)
     if not found.inputs:
-        return found
+        return replace(found, task=task)
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-    inputs = dict.fromkeys((*found.inputs, *([options.class_list] if options.class_list else [])))
-    return replace(found, inputs=tuple(inputs), options=repr(given))
+    class_list = found.class_list or options.class_list
+    inputs = (*found.inputs, class_list) if class_list else found.inputs
+    return replace(found, task=task, inputs=inputs, options=repr(given))
 
 
 def _recognise_format(path: Path, options: ReadOptions) -> DataSource | None:
@@ -117,36 +119,28 @@ def _recognise_format(path: Path, options: ReadOptions) -> DataSource | None:
     return None
 
 
-@dataclass(eq=False)
-class _ArchiveReader:
-    """Unpacks an archive and reads its content in any format; messages name the archive."""
-
-    path: Path
-    options: ReadOptions
-    report: Progress | None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "report": None}  # the console is not pickled
-
-    def __call__(self) -> ImageDataset:
-        unpacked, options = unpack(self.path, self.report), self.options
-        root, folder = unpacked.folder, str(unpacked.folder)
-        # Many archives contain a single folder; others are one compressed file.
-        while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
-            root = inside[0]
-        if options.images:
-            options = replace(options, images=str(root / options.images))
-        if (root / DESCRIPTION).is_file():
-            raise InputError(f"{self.path}: holds a pack; unpack it, and give its folder")
-        try:
-            found = _recognise_format(root, options.with_class_list(root))
-            if found is None:
-                raise InputError(f"{root}: {_EXPECTED}")
-            source = found.read()
-        except InputError as error:
-            raise InputError(str(error).replace(folder, str(self.path)), error.details) from None
-        notes = tuple(note.replace(folder, str(self.path)) for note in source.notes)
-        return replace(source, path=self.path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
+def _read_archive(path: Path, options: ReadOptions, report: Progress | None) -> ImageDataset:
+    """Unpack an archive and read its content in any format; messages name the archive."""
+    unpacked = unpack(path, report)
+    root, folder = unpacked.folder, str(unpacked.folder)
+    # Many archives contain a single folder; others are one compressed file.
+    while root.is_dir() and len(content := _content(root)) == 1 and not split_of(content[0].name):
+        root = content[0]
+    if options.images:
+        options = replace(options, images=str(root / options.images))
+    if (root / DESCRIPTION).is_file():
+        raise InputError(f"{path}: holds a pack; unpack it, and give its folder")
+    try:
+        found = _recognise_format(root, options.with_class_list(root))
+        if found is None:
+            raise InputError(f"{root}: {_EXPECTED}")
+        source = found.read()
+    except InputError as error:
+        raise InputError(str(error).replace(folder, str(path)), error.details) from None
+    notes = tuple(note.replace(folder, str(path)) for note in source.notes)
+    inside = source.folder if options.images else unpacked.folder
+    kind = f"{source.kind} in an archive"
+    return replace(source, path=path, kind=kind, notes=notes, folder=inside, unpacked=unpacked)
 
 
 def _content(folder: Path) -> list[Path]:

@@ -72,10 +72,10 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a class list: {error}") from None
-    names = [line.strip() for line in lines]
-    first = {name: number for number, name in reversed([*enumerate(names, start=1)])}
-    if wrong := next((n for n, name in enumerate(names, start=1) if not name or first[name] != n), None):
-        raise InputError(f"{path}: line {wrong} is blank or repeats a class; every line names another class")
+    names: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or names.setdefault(line.strip(), number) != number:
+            raise InputError(f"{path}: line {number} is blank or repeats a class; every line names another class")
     if not names:
         raise InputError(f"{path}: names no classes; write one class name per line")
     return tuple(names)

@@ -65,7 +65,7 @@ class ImageDataset:
 
     `kind` is the format in words, such as "class folders"; `path` is None for data given in Python. `classes` are empty
     in regression. `splits` are name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-    `notes` are sentences for the user about how the data was read. `image_folder` is `data.images`, if given.
+    `notes` are sentences for the user about how the data was read. The names of files are relative to `folder`.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class ImageDataset:
     images: np.ndarray | None = None
     groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
-    image_folder: Path | None = None
+    folder: Path | None = None
     unpacked: UnpackedArchive | None = None
 
     def __post_init__(self) -> None:
@@ -150,15 +150,6 @@ class ImageDataset:
         )
 
     @property
-    def folder(self) -> Path | None:
-        """The folder that the names of image files are relative to; None for data given in Python."""
-        if self.image_folder is not None:
-            return self.image_folder
-        if self.unpacked is not None:
-            return self.unpacked.folder
-        return self.path if self.path is None or self.path.is_dir() else self.path.parent
-
-    @property
     def group_numbers(self) -> np.ndarray | None:
         """The groups as indices, int64 [N]."""
         return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
@@ -205,12 +196,14 @@ class DataSource:
     """Data that has been recognised but not read.
 
     `inputs` are the files whose content determines the arrays, so that a cached pack is found without reading them;
-    empty for separate image files. `options` are the recipe keys that determine the arrays in addition.
+    empty for separate image files. `class_list` is one of a name that belongs to the format. `options` are the recipe
+    keys that determine the arrays in addition.
     """
 
     kind: str
     path: Path
     inputs: tuple[Path, ...] = ()
+    class_list: Path | None = None
     options: str = ""
     task: str = "auto"
     read: Callable[[], ImageDataset]
@@ -268,7 +261,7 @@ def assemble(
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
-        image_folder=options.image_folder,
+        folder=options.image_folder or (path if path is None or path.is_dir() else path.parent),
     )
 
 

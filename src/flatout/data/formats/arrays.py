@@ -6,7 +6,7 @@ Shape letters: N images, H height, W width, C channels.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +202,6 @@ def recognise_cifar(path: Path, options: ReadOptions) -> DataSource | None:
     else:
         return None
     options = options.with_class_list(path, [_CIFAR_NAMES[label_bytes - 1]])
-    inputs = (
-        *(file for some in splits.values() for file in some),
-        *([options.class_list] if options.class_list else ()),
-    )
 
     def read() -> ImageDataset:
         parts, size = {}, label_bytes + _CIFAR_PIXELS
@@ -219,7 +215,8 @@ def recognise_cifar(path: Path, options: ReadOptions) -> DataSource | None:
             parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
         return _assemble(CIFAR_KIND, path, parts, options)
 
-    return DataSource(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
+    inputs = tuple(file for some in splits.values() for file in some)
+    return DataSource(kind=CIFAR_KIND, path=path, inputs=inputs, class_list=options.class_list, read=read)
 
 
 # JSON triples: a list of three [images, labels] pairs, each image a flat list of numbers

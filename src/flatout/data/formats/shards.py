@@ -6,7 +6,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice, product, takewhile
+from itertools import chain, groupby, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 # WebDataset: tar files. The members of a sample follow each other, and have one name up to the first dot:
 # `000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
 _JSON_KEYS = ("label", "labels", "cls", "class", "target", "class_id", "category")
-_PEEKED, _PEEKED_BYTES = 16, 1 << 24
+_PEEKED = 16
 _MAX_LABEL_BYTES = 1 << 20
 
 # TFRecord: Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
@@ -37,7 +37,6 @@ _IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image
 _LABEL_KEYS = ("image/class/label", "label", "class", "target", "labels", "image/class/text")
 _TEXT_KEY = "image/class/text"
 _CLASS_LISTS = ("labels.txt", "label.labels.txt")
-_MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
 def recognise_webdataset(path: Path, options: ReadOptions) -> DataSource | None:
@@ -84,8 +83,8 @@ def reference(
     if not splits:
         return None
     splits = in_order(splits, path)
-    inputs = (*chain.from_iterable(splits.values()), *([options.class_list] if options.class_list else []))
-    return DataSource(kind=kind, path=path, inputs=inputs, read=partial(read, kind, path, splits, options))
+    inputs, read_all = tuple(chain.from_iterable(splits.values())), partial(read, kind, path, splits, options)
+    return DataSource(kind=kind, path=path, inputs=inputs, class_list=options.class_list, read=read_all)
 
 
 def expand_braces(path: Path) -> list[Path]:
@@ -131,8 +130,7 @@ def _read_webdataset(kind: str, path: Path, splits: dict[str, list[Path]], optio
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
     try:
         with file.open("rb") as stream:
-            members = (member for _, member in islice(tar_members(stream, file), _PEEKED))
-            first = list(takewhile(lambda member: member.offset_data < _PEEKED_BYTES, members))
+            first = [member for _, member in islice(tar_members(stream, file), _PEEKED)]
     except (InputError, OSError):  # reported when the file is read as a shard or an archive
         return False
     return any(_images(members, options) and _labels(members, options) for _, members in _samples(first))
@@ -256,7 +254,7 @@ def _sample(file: Path, number: int, offset: int, record: bytes, options: ReadOp
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
     labels = next((features[key] for key in label_keys if features.get(key)), [])
-    if len(image) != 1 or not isinstance(image[0], slice) or not labels or len(labels) > _MAX_NUMBERS:
+    if len(image) != 1 or not isinstance(image[0], slice) or not labels:
         raise (NoLabels if len(image) == 1 and not labels else InputError)(
             f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
             f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
@@ -278,19 +276,13 @@ def _features(record: bytes) -> _Features:
     {1: repeated value}.
     """
     found: _Features = {}
-    for features in inside(record, slice(0, len(record)), 1):
-        for entry in inside(record, features, 1):
-            name = next((record[key].decode() for key in inside(record, entry, 1)), "")
-            values: list[int | float | slice] = []
-            for feature in inside(record, entry, 2):
-                for bytes_list in inside(record, feature, 1):
-                    values += inside(record, bytes_list, 1)
-                for float_list in inside(record, feature, 2):
-                    for place in inside(record, float_list, 1):  # packed or one by one
-                        values += np.frombuffer(record[place], "<f4")[: _MAX_NUMBERS + 1].tolist()
-                for int64_list in inside(record, feature, 3):
-                    values += islice(_int64s(record, int64_list), _MAX_NUMBERS + 1)
-            found[name] = values
+    for entry in inside(record, slice(0, len(record)), 1, 1):
+        name = next((record[key].decode() for key in inside(record, entry, 1)), "")
+        values = found[name] = [*inside(record, entry, 2, 1, 1)]
+        for place in inside(record, entry, 2, 2, 1):  # packed or one by one
+            values += np.frombuffer(record[place], "<f4").tolist()
+        for int64_list in inside(record, entry, 2, 3):
+            values += _int64s(record, int64_list)
     return found
 
 
@@ -311,11 +303,11 @@ _VARINT, _BYTES = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
-def inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
-    """Yield the positions of the length-delimited fields with one field number."""
+def inside(record: bytes, place: slice, wanted: int, *deeper: int) -> Iterator[slice]:
+    """Yield the positions of the length-delimited fields with one field number, or with a path of numbers."""
     for number, value in fields(record, place):
         if number == wanted and isinstance(value, slice):
-            yield value
+            yield from inside(record, value, *deeper) if deeper else (value,)
 
 
 def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:

@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
+from flatout.data.formats.folders import IMAGE_SUFFIXES, files_in, folders_in, is_image_name, one_per_split
 from flatout.data.labels import NoLabels, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
 
 KIND, PADDLE_KIND = "CSV manifest", "PaddleClas lists"
-SUFFIXES = (".csv", ".tsv", ".jsonl")
+_LISTS = (".csv", ".tsv", ".jsonl")
+_SUFFIXES = (*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
 _METADATA = ("metadata.csv", "metadata.jsonl")
 _PADDLE_CLASS_LISTS = ("label_list.txt", "labels.txt")
 _IMAGE_FOLDERS = ("images", "imgs", "img")
@@ -53,9 +54,9 @@ def recognise(path: Path, options: ReadOptions) -> DataSource | None:
     Next to class folders, the only CSV file is used only if its first row names an image.
     """
     if not path.is_dir():
-        files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
+        files = {"": path} if path.is_file() and path.suffix.lower() in _LISTS else {}
         return _source(KIND, path, files, options)
-    found = files_in(path, lambda name: name.lower().endswith(SUFFIXES))
+    found = files_in(path, lambda name: name.lower().endswith(_LISTS))
     files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
         metadata = (folder / name for folder in folders_in(path) for name in _METADATA)
@@ -293,7 +294,7 @@ class _Locator:
             named = [f for f in folders_in(folder) if split_of(f.name) == split or f.name.lower() in _IMAGE_FOLDERS]
             self._bases, self._where = [folder, *named], str(folder)
         self._real_bases = [base.resolve() for base in self._bases]
-        self._folders, self._files, self._stems = cache(self._folders), cache(self._files), cache(self._stems)
+        self._folders, self._files = cache(self._folders), cache(self._files)
 
     def find_all(self, table: _Table, column: int) -> list[str]:
         """Find the files that a column names; those missing or outside the folders are one error."""
@@ -310,8 +311,10 @@ class _Locator:
         """Return the path of a file, or an empty text."""
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for folder in self._folders(parent or slash):
-            if found := self._files(folder).get(name) or self._stems(folder).get(name):
-                return found
+            files = self._files(folder)
+            found = [name] if name in files else [name + suffix for suffix in _SUFFIXES if name + suffix in files]
+            if len(found) == 1:
+                return files[found[0]]
         return ""
 
     def _folders(self, parent: str) -> list[str]:
@@ -331,15 +334,6 @@ class _Locator:
                 if is_file or (Path(path).is_file() and self._is_inside(Path(path))):
                     files[entry.name] = path
         return files
-
-    def _stems(self, folder: str) -> dict[str, str]:
-        """Return name without suffix -> path of the images of a folder; empty where several have one stem."""
-        stems: dict[str, str] = {}
-        for name, path in self._files(folder).items():
-            if is_image_name(name):
-                stem = name[: name.rindex(".")]
-                stems[stem] = "" if stem in stems else path
-        return stems
 
 
 # Reading
