@@ -4,7 +4,6 @@ Labels are interpreted as their distinct values, which are few. Shape letters: N
 """
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -196,11 +195,13 @@ def _distinct(labels: Any, where: str, locate: Locate) -> _Distinct:
     if are_rows:
         return _Distinct(array.astype(np.uint8), codes)
     if kind in "US":
-        array = np.char.decode(array, "utf-8", "surrogateescape") if kind == "S" else array
-        # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
-        characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
-        if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
-            raise InputError(f"{where}: the labels have characters that do not exist; save them as UTF-8 or numbers")
+        try:
+            array = np.char.decode(array, "utf-8") if kind == "S" else array
+            # NumPy takes any 32 bits for a character.
+            array.astype(array.dtype.newbyteorder("<")).tobytes().decode("utf-32-le")
+        except UnicodeDecodeError:
+            what = "the labels have characters that do not exist; save them as UTF-8 or numbers"
+            raise InputError(f"{where}: {what}") from None
     else:
         _refuse(_Distinct(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)

@@ -5,6 +5,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -46,22 +47,22 @@ def recognise_parquet(path: Path, options: ReadOptions) -> DataSource | None:
 
 def recognise_saved(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise a folder of Arrow files with `dataset_info.json`, or one per split with `dataset_dict.json`."""
-    splits: dict[str, list[Path]] = {}
+    folders: dict[str, Path] = {}
     try:
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-            splits = {"train": _arrow_files(path)}
+            folders = {"train": path}
         elif (about := path / "dataset_dict.json").is_file():
-            names = map(str, json.loads(about.read_text(encoding="utf-8"))["splits"])
-            splits = {split: _arrow_files(path / Path(name).name) for name in names if (split := split_of(name))}
+            names = map(str, json.loads(about.read_bytes())["splits"])
+            folders = {split: path / Path(name).name for name in names if (split := split_of(name))}
+        states = {split: json.loads((folder / "state.json").read_bytes()) for split, folder in folders.items()}
+        splits = {
+            split: [folders[split] / Path(file["filename"]).name for file in state["_data_files"]]
+            for split, state in states.items()
+        }
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"its JSON files cannot be read ({first_line(error)}); save the data set again"
         raise InputError(f"{path}: {what}") from None
     return reference(SAVED_KIND, path, splits, _read_tables, options)
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return [folder / Path(file["filename"]).name for file in state["_data_files"]]
 
 
 def _read_tables(kind: str, path: Path, splits: dict[str, list[Path]], options: ReadOptions) -> ImageDataset:
@@ -137,32 +138,29 @@ class _Table:
                 sizes = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels, self.largest_group = [self._arrow.column(self._label)], 0
             self.labels = [value for column in labels for chunk in column.chunks for value in _values(chunk)]
-        except InputError:
-            raise
         except (pa.ArrowException, OSError, ValueError, LookupError) as error:
+            if isinstance(error, InputError):
+                raise
             raise InputError(f"{path}: is damaged or cannot be read: {first_line(error)}") from None
         self.starts: list[int] = np.cumsum([0, *sizes]).tolist()
         if self.starts[-1] != len(self.labels):
             raise InputError(f"{path}: is damaged: {self.starts[-1]:,} images but {len(self.labels):,} labels")
 
     def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[pa.ChunkedArray]]:
-        with pq.ParquetFile(self.path) as file:
-            schema, about = file.schema_arrow, file.metadata
-            self._choose_columns(schema, options)
-            columns = [file.schema.column(i) for i in range(len(file.schema))]
-            # Keep dictionary encoding in memory.
-            self._stored_once = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-            # Column metadata is not read: pyarrow crashes the process if it is damaged.
-            groups = [about.row_group(i) for i in range(about.num_row_groups)]
-            expanded = max(sum(group.total_byte_size for group in groups), about.num_rows * _ROW_BYTES)
-            refuse_bomb(self.path, self.path.stat().st_size, expanded)
-            self.largest_group = max((group.total_byte_size for group in groups), default=0)
-            sizes = [group.num_rows for group in groups]
-        # Lists that are stored once each can be read from one row group at a time.
-        is_list = pa.types.is_nested(schema.field(self._label).type)
-        numbers = [[i] for i in range(len(sizes))] if is_list else [list(range(len(sizes)))]
+        about = pq.read_metadata(self.path)
+        self._choose_columns(about.schema.to_arrow_schema(), options)
+        # Keep dictionary encoding in memory.
+        columns = map(about.schema.column, range(len(about.schema)))
+        self._stored_once = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        # Column metadata is not read: pyarrow crashes the process if it is damaged.
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+        expanded = max(sum(group.total_byte_size for group in groups), about.num_rows * _ROW_BYTES)
+        refuse_bomb(self.path, self.path.stat().st_size, expanded)
+        self.largest_group = max((group.total_byte_size for group in groups), default=0)
         with self._open() as file:
-            return sizes, [file.read_row_groups(some, columns=[self._label]).column(self._label) for some in numbers]
+            # One at a time, since pyarrow cannot join lists of texts that are stored once.
+            labels = [file.read_row_groups([i], columns=[self._label]).column(0) for i in range(len(groups))]
+        return [group.num_rows for group in groups], labels
 
     def _open(self) -> pq.ParquetFile:
         return pq.ParquetFile(self.path, read_dictionary=self._stored_once)
@@ -221,17 +219,14 @@ def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
 
 def _class_names(schema: pa.Schema) -> dict[str, tuple[str, ...]]:
     """Return column -> class names from the metadata of the datasets library, of labels and of lists of labels."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
     found = {}
-    for column, feature in features:
-        while isinstance(feature, (list, dict)) and feature and "names" not in feature:
-            # Versions before 4 of the library write lists as a list of one feature.
-            feature = feature[0] if isinstance(feature, list) else feature.get("feature")
-        if isinstance(feature, dict) and isinstance(names := feature.get("names"), list) and names:
-            found[column] = tuple(map(str, names))
+    with suppress(LookupError, ValueError, TypeError, AttributeError, RecursionError):
+        for column, feature in json.loads(schema.metadata[b"huggingface"])["info"]["features"].items():
+            while feature and "names" not in feature:
+                # Versions before 4 of the library write lists as a list of one feature.
+                feature = feature[0] if isinstance(feature, list) else feature.get("feature")
+            if feature and isinstance(names := feature["names"], list) and names:
+                found[column] = tuple(map(str, names))
     return found
 
 
@@ -240,7 +235,6 @@ def _class_names(schema: pa.Schema) -> dict[str, tuple[str, ...]]:
 # Float interpolation may exceed 0..1 by this much.
 _TOLERANCE = 1e-3
 _READ_TWICE = 16
-_FIRST_GUESS = 1024
 # Keys of the image and the label in items that are dicts, in the order of preference.
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "target", "targets", "y", "fine_label", "class")
@@ -251,7 +245,7 @@ _RANDOM = (
 )
 
 
-def is_dataset(value: object) -> bool:
+def _is_dataset(value: object) -> bool:
     """Whether a value is a data set: indexed with a length, or iterable, but not an array, mapping or tuple."""
     has_items = _is_map_style(value) or hasattr(value, "__iter__")
     return has_items and not is_array(value) and not isinstance(value, (Mapping, tuple, str, bytes))
@@ -271,37 +265,31 @@ def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     [C, H, W]. The first items are read twice to detect random transforms. `data` is a data set, or a tuple
     (train[, valid], test) or a dict by split of them.
     """
-    parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
+    parts = by_split(data, _is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
     splits = {name: _read_items(part, name) for name, part in parts.items()}
     notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
     return assemble(TORCH_KIND, None, splits, ReadOptions(task=task), names=_names_of(parts["train"]), notes=notes)
 
 
 def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
-    length = max(1, len(dataset)) if _is_map_style(dataset) else _FIRST_GUESS
     items = (dataset[i] for i in range(len(dataset))) if _is_map_style(dataset) else iter(dataset)
-    images = np.empty((0, 1, 1, 1), dtype=np.uint8)
-    labels: list[Any] = []
+    content, first, labels = bytearray(), np.empty(0), list[Any]()
     for i, item in enumerate(items):
         where = f"data: {name}: item {i}"
         image, label = _pair(item, where)
         image = _to_pixels(image, where)
-        if i == 0:
-            images = np.empty((length, *image.shape), dtype=image.dtype)
-        if (image.shape, image.dtype) != (images.shape[1:], images.dtype):
-            both = [f"{'x'.join(map(str, array.shape[-3:]))} {array.dtype}" for array in (image, images)]
+        first = first if i else image
+        if (image.shape, image.dtype) != (first.shape, first.dtype):
+            both = [f"{'x'.join(map(str, array.shape))} {array.dtype}" for array in (image, first)]
             raise InputError(
                 f"{where} has height x width x channels {both[0]} where item 0 has {both[1]}; put a Resize or a "
                 "conversion into the data set"
             )
-        if i == len(images):
-            # Without a length, reserve a maximum; pages that are not written take no memory.
-            images = np.concatenate([images, np.empty_like(images)])
-        images[i] = image
+        content += image.tobytes()
         labels.append(label if isinstance(label, list) else as_array(label))
     if not labels:
         raise InputError(f"data: {name}: the data set is empty")
-    return images[: len(labels)], labels
+    return np.frombuffer(content, first.dtype).reshape(len(labels), *first.shape), labels
 
 
 def _pair(item: object, where: str) -> tuple[Any, Any]:
