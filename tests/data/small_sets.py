@@ -3,16 +3,19 @@
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 from PIL import Image
 
 from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import ImageDataset
+from flatout.utils.errors import InputError
 from tests.data import containers as c
 
 
@@ -24,6 +27,13 @@ def png(value: int = 0) -> bytes:
 
 def read(path: Path, task: str = "auto", **options: Any) -> ImageDataset:
     return recognise(path, Data(**options), task).read()
+
+
+def refused(message: str, function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Call a function, which must raise InputError with a message that matches; return the message."""
+    with pytest.raises(InputError, match=message) as caught:
+        function(*args, **options)
+    return str(caught.value)
 
 
 def grow(root: Path, *names: str, content: str = "x") -> Path:

@@ -14,8 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from flatout.data.formats.datasets import from_dataset
-from flatout.utils.errors import InputError
-from tests.data.small_sets import png, read, table
+from tests.data.small_sets import png, read, refused, table
 
 # In Python
 
@@ -131,8 +130,7 @@ def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms()
     ],
 )
 def test_refused(data: Any, message: str):
-    with pytest.raises(InputError, match=message):
-        from_dataset(data)
+    refused(message, from_dataset, data)
 
 
 # Parquet
@@ -146,8 +144,7 @@ def contents(path: Path, **options: Any) -> tuple[tuple[str, ...], list[bytes]]:
 def test_columns(tmp_path: Path):
     images = [png(0), png(1)]
     path = table(tmp_path / "a.parquet", left=images, right=images[::-1], kind=[3, 4], other=[1, 1])
-    with pytest.raises(InputError, match="has the columns left, right, kind, other; name those of images"):
-        read(path)
+    refused("has the columns left, right, kind, other; name those of images", read, path)
     assert contents(path, file_column="right", label_column="kind") == (("3", "4"), images[::-1])
     path = table(tmp_path / "a.parquet", **{"the.image": images, "image.label": ["a", "b"]})
     assert contents(path) == (("a", "b"), images)
@@ -155,8 +152,7 @@ def test_columns(tmp_path: Path):
 
 def test_rows_without_labels_or_images_are_named(tmp_path: Path):
     path = table(tmp_path / "a.parquet", image=[png(), png(), png()], label=["a", None, "b"])
-    with pytest.raises(InputError, match=r"rows without a label: .*a\.parquet: row 1"):
-        read(path)
+    refused(r"rows without a label: .*a\.parquet: row 1", read, path)
     with pytest.raises(OSError, match="the row holds no bytes"):
         contents(table(tmp_path / "b.parquet", image=[png(), None], label=["a", "b"]))
 
@@ -176,8 +172,7 @@ def test_metadata_of_hugging_face(tmp_path: Path):
     assert (list(source.splits), source.classes) == (["train"], ("cat", "dog"))
     assert source.notes == ("there is no test split: its labels are all -1, which means unknown",)
     with_features(tmp_path / "test.parquet", CAT_DOG | {"names": ["dog", "cat"]}, [0, 1])
-    with pytest.raises(InputError, match=r"test\.parquet: names other classes than .*train\.parquet"):
-        read(tmp_path)
+    refused(r"test\.parquet: names other classes than .*train\.parquet", read, tmp_path)
     with_features(tmp_path / "train.parquet", [CAT_DOG], [[0], [0, 1]])  # lists, as older versions write them
     source = read(tmp_path / "train.parquet")
     assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 0], [1, 1]])
@@ -192,13 +187,13 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
         return tmp_path / name
 
     monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
-    with pytest.raises(InputError, match=r"pages\.parquet: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
-        read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
-    with pytest.raises(InputError, match=r"rows\.parquet: expands from [\d,]+ to 2,000,000 bytes"):
-        read(written("rows.parquet", [b"x"] * 20_000, "cat"))
+    pages = written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat")
+    refused(r"pages\.parquet: expands from [\d,]+ to 2,\d{3},\d{3} bytes", read, pages)
+    rows = written("rows.parquet", [b"x"] * 20_000, "cat")
+    refused(r"rows\.parquet: expands from [\d,]+ to 2,000,000 bytes", read, rows)
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"label\.parquet: train: the label 'xxx.* has 100,000 characters"):
-        read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
+    label = written("label.parquet", [png(0)] * 4, "x" * 100_000)
+    refused(r"label\.parquet: train: the label 'xxx.* has 100,000 characters", read, label)
 
 
 @pytest.mark.parametrize("limit", [None, 0])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from flatout.data.detect import from_python, recognise
-from flatout.utils.errors import InputError
-from tests.data.small_sets import grow
+from tests.data.small_sets import grow, refused
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,7 @@ def test_digits_need_no_file():
 )
 def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, names: str, given: str, message: str):
     grow(tmp_path, *names.split())
-    with pytest.raises(InputError, match=message):
-        recognise(tmp_path / given)
+    refused(message, recognise, tmp_path / given)
 
 
 def test_lists_and_class_folders(tmp_path: Path):
@@ -67,11 +65,9 @@ def test_lists_and_class_folders(tmp_path: Path):
     found = recognise(tmp_path)
     assert (found.kind, found.read().notes) == ("class folders", ("ignored files that are not images: 1 (.csv 1)",))
     (tmp_path / "labels.csv").write_bytes(b"images/a.png,x\nimages/b.png,\xe9\n")
-    with pytest.raises(InputError, match=r"labels\.csv: line 2: is not UTF-8"):
-        recognise(tmp_path)
+    refused(r"labels\.csv: line 2: is not UTF-8", recognise, tmp_path)
 
 
 @pytest.mark.parametrize("data", [3, None, "text", (1, 2), {}, {"train": 3}, np.zeros((2, 4, 4))])
 def test_from_python_refuses_the_rest(data):
-    with pytest.raises(InputError, match="data"):
-        from_python(data)
+    refused("data", from_python, data)

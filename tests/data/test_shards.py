@@ -10,9 +10,8 @@ import pytest
 
 from flatout.data.formats.shards import expand_braces
 from flatout.data.source import ImageDataset
-from flatout.utils.errors import InputError
 from tests.data import containers as c
-from tests.data.small_sets import grow, png, read, shard, table
+from tests.data.small_sets import grow, png, read, refused, shard, table
 
 GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
 
@@ -25,17 +24,14 @@ def test_braces_stand_for_ranges_and_alternatives():
         *("a/y-08.tar", "a/y-09.tar", "a/y-10.tar"),
     ]
     assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
-    with pytest.raises(InputError, match="more than 100,000 files"):
-        expand_braces(Path("{0..999999999}{0..999999999}.tar"))
-    with pytest.raises(InputError, match=r"stands for no files; write ranges as \{0\.\.9\}"):
-        expand_braces(Path("{9..0}.tar"))
+    refused("more than 100,000 files", expand_braces, Path("{0..999999999}{0..999999999}.tar"))
+    refused(r"stands for no files; write ranges as \{0\.\.9\}", expand_braces, Path("{9..0}.tar"))
 
 
 def test_a_pattern_of_shards(tmp_path: Path):
     folder = c.fixture("webdataset-cls")(tmp_path)
     (folder / "test-000000.tar").rename(folder / "val-000001.tar")
-    with pytest.raises(InputError, match=r"val-000000\.tar: there is no such file"):
-        read(folder / "{train,val}-{000000..000001}.tar")
+    refused(r"val-000000\.tar: there is no such file", read, folder / "{train,val}-{000000..000001}.tar")
     source = read(folder / "{train-000000,train-000001,val-000001}.tar")
     assert source.splits == {"train": (0, 6), "valid": (6, 10)}
     assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
@@ -53,11 +49,9 @@ def test_the_folders_of_a_pattern_may_be_splits(tmp_path: Path):
 def test_compressed_shards_are_refused(tmp_path: Path):
     for i in range(2):
         c.write(tmp_path / f"{i}.tar.gz", gzip.compress(b""))
-    with pytest.raises(InputError, match=r"1\}\.tar\.gz: holds nothing that flatout recognises"):
-        read(tmp_path / "{0..1}.tar.gz")
+    refused(r"1\}\.tar\.gz: holds nothing that flatout recognises", read, tmp_path / "{0..1}.tar.gz")
     c.write(tmp_path / "a.tfrecord.gz", gzip.compress(c.tf_record(c.example({"image": png(), "label": 1}))))
-    with pytest.raises(InputError, match=r"a\.tfrecord\.gz: is compressed; unpack it first"):
-        read(tmp_path / "a.tfrecord.gz")
+    refused(r"a\.tfrecord\.gz: is compressed; unpack it first", read, tmp_path / "a.tfrecord.gz")
 
 
 def test_concatenated_tar_files_are_read_to_the_end(tmp_path: Path) -> None:
@@ -91,8 +85,7 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
         assert source.classes == (("cat", "dog") if labels is LABELS else ("0", "1"))
     source = with_labels([0.5, 1.25, -3.0, 2.75])
     assert (source.task, source.labels.tolist()) == ("regression", [0.5, 1.25, -3.0, 2.75])
-    with pytest.raises(InputError, match=r"(row 2|line 3|2\.png): not a (finite )?number: (nan|NaN)"):
-        with_labels([0.5, 1.25, float("nan"), 2.75])
+    refused(r"(row 2|line 3|2\.png): not a (finite )?number: (nan|NaN)", with_labels, [0.5, 1.25, float("nan"), 2.75])
 
 
 @pytest.mark.parametrize(
@@ -106,8 +99,7 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
     ],
 )
 def test_samples_of_a_shard_must_be_whole(tmp_path: Path, more: dict[str, bytes], message: str):
-    with pytest.raises(InputError, match=message):
-        read(shard(tmp_path / "train-0.tar", GOOD | more))
+    refused(message, read, shard(tmp_path / "train-0.tar", GOOD | more))
 
 
 def test_members_that_are_neither_image_nor_label(tmp_path: Path):
@@ -133,8 +125,7 @@ def records(path: Path, *examples: dict[str, bytes | int]) -> Path:
 
 def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):
     path = records(tmp_path / "a.tfrecord", {"photo": png(0), "kind": 4}, {"photo": png(1), "kind": 7})
-    with pytest.raises(InputError, match=r"record 0: has the features kind, photo; .*data\.file_column=KEY"):
-        read(path)
+    refused(r"record 0: has the features kind, photo; .*data\.file_column=KEY", read, path)
     source = read(path, file_column="photo", label_column="kind")
     assert (source.classes, source.labels.tolist()) == (("4", "7"), [0, 1])
 
@@ -166,5 +157,5 @@ def test_values_of_every_kind(tmp_path: Path):
     ):
         source = with_labels(*values)
         assert (source.task, source.classes, source.labels.tolist()) == (task, classes, labels)
-    with pytest.raises(InputError, match="record 1: negative label -1"):
-        with_labels(c.field(3, b"\x08" + c.varint(3)), c.field(3, c.field(1, c.varint(-1))))
+    positive, negative = c.field(3, b"\x08" + c.varint(3)), c.field(3, c.field(1, c.varint(-1)))
+    refused("record 1: negative label -1", with_labels, positive, negative)

@@ -81,13 +81,9 @@ def recognise_paddle(path: Path, options: ReadOptions) -> DataSource | None:
         files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
     else:
         texts = files_in(path, lambda name: name.lower().endswith(".txt"))
-        sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
-        splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
-        files = one_per_split(
-            path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))]
-        )
-        # A text file of that name next to class folders may be anything.
-        files = files if "train" in files or any(file in sure for file in files.values()) else {}
+        # A text file that is named after a split only may be anything.
+        lists = (file for file in texts if file.stem.lower().endswith("_list") or _begins_with_image(file))
+        files = one_per_split(path, [(split_of(file.stem.lower().removesuffix("_list")), file) for file in lists])
     return _source(PADDLE_KIND, path, files, options.with_class_list(path, _PADDLE_CLASS_LISTS))
 
 
