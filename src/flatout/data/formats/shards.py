@@ -29,7 +29,6 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 # `000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
 _JSON_KEYS = ("label", "labels", "cls", "class", "target", "class_id", "category")
 _PEEKED = 16
-_MAX_LABEL_BYTES = 1 << 20
 
 # TFRecord: Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
 _TFRECORD_NAME = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?|[^.]*-\d+-of-\d+", re.I)
@@ -164,8 +163,6 @@ def _label(place: Slice, options: ReadOptions) -> object:
     """Return a member's label: its text, or a value (perhaps a list) of its dictionary."""
     keys = (options.label_column,) if options.label_column else _JSON_KEYS
     try:
-        if place.size > _MAX_LABEL_BYTES:
-            raise ValueError(f"{place.size:,} bytes are too many")
         text = place.read_bytes().decode("utf-8-sig").strip()
         if not place.name.lower().endswith(".json"):
             return text
@@ -332,18 +329,12 @@ def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
 
 def varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
     """Return a varint (up to ten bytes, lowest seven bits first) and the position after it."""
-    if position < stop and (number := record[position]) < 0x80:  # nearly all
-        return number, position + 1
     number = 0
-    for shift in range(0, 70, 7):
-        if position >= stop:
-            raise ValueError("a number is cut off")
-        byte = record[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
+    for i, byte in enumerate(record[position : min(position + 10, stop)]):
+        number |= (byte & 0x7F) << 7 * i
         if byte < 0x80:
-            return number, position
-    raise ValueError("a number has more than ten bytes")
+            return number, position + i + 1
+    raise ValueError("a number is cut off, or has more than ten bytes")
 
 
 def signed(number: int) -> int:

@@ -95,16 +95,17 @@ def _source(kind: str, path: Path, files: dict[str, Path], options: ReadOptions)
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
-    text, locator = _TextFile(path), _Locator(path.parent, "train", options)
+    content, locator = _bytes_of(path), _Locator(path.parent, "train", options)
     with suppress(InputError):
-        columns = _find_columns(text, locator, options)
-        return any(locator.find(cells[columns.file]) for cells in text.head[columns.has_header :][:1])
+        columns = _find_columns(_parse(path, content, 2), locator, options)
+        return bool(locator.find(columns.table.cells[columns.file][0]))
     return False
 
 
 def _begins_with_image(path: Path) -> bool:
     with suppress(InputError):
-        return any(len(cells) == 2 and is_image_name(cells[0]) for cells in _TextFile(path).head[:1])
+        cells = _parse(path, _bytes_of(path), 1).cells
+        return len(cells) == 2 and is_image_name(cells[0][0])
     return False
 
 
@@ -126,83 +127,79 @@ class _Table(NamedTuple):
         return _Table(self.path, [self.lines[i] for i in rows], [[cells[i] for i in rows] for cells in self.cells])
 
 
-class _TextFile:
-    """The rows of a text file that are not blank; of JSON lines, the first row is the keys.
+def _bytes_of(path: Path) -> bytes:
+    """Read a file, which must be UTF-8 without NUL."""
+    try:
+        content = path.read_bytes()
+        content.decode()
+        bad = content.find(b"\0")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        content, bad = error.object, error.start
+    if bad >= 0:
+        line = content.count(b"\n", 0, bad) + 1
+        raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
+    return content
 
-    `head` is the cells of the first two rows, trimmed.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._data = path.read_bytes()
-            self._data.decode()
-            bad = self._data.find(b"\0")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            bad = error.start
-        if bad >= 0:
-            line = self._data.count(b"\n", 0, bad) + 1
-            raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
-        self.head = [[cell.strip() for cell in cells] for _, cells in islice(self._rows(), 2)]
-        if not self.head:
-            raise InputError(f"{path}: {_EMPTY}")
+def _parse(path: Path, content: bytes, most: int | None = None) -> _Table:
+    """Parse the rows of a text file, or the first ones, that are not blank; of JSON lines, the first is the keys."""
+    text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    parse = {".jsonl": _json_rows, ".txt": _paddle_rows}.get(path.suffix.lower(), _csv_rows)
+    rows, table = islice(parse(path, text), most), _Table(path, [], [])
+    while some := list(islice(rows, _CHUNK)):
+        if not table.cells:
+            table.cells.extend([] for _ in some[0][1])
+        width = len(table.cells)
+        if ragged := [f"line {line} has {len(cells)}" for line, cells in some if len(cells) != width]:
+            fix = "quote cells that hold the delimiter"
+            raise InputError(f"{path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
+        table.lines.extend(line for line, _ in some)
+        for column, cells in zip(table.cells, zip(*(cells for _, cells in some), strict=True), strict=True):
+            column.extend(map(str.strip, cells))
+    if not table.lines:
+        raise InputError(f"{path}: {_EMPTY}")
+    return table
 
-    def table(self, skip: int) -> "_Table":
-        """Read the rows, but for some at the start."""
-        rows, width = islice(self._rows(), skip, None), len(self.head[0])
-        table = _Table(self.path, [], [[] for _ in range(width)])
-        while some := list(islice(rows, _CHUNK)):
-            if ragged := [f"line {line} has {len(cells)}" for line, cells in some if len(cells) != width]:
-                fix = "quote cells that hold the delimiter"
-                raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
-            table.lines.extend(line for line, _ in some)
-            for column, cells in zip(table.cells, zip(*(cells for _, cells in some), strict=True), strict=True):
-                column.extend(map(str.strip, cells))
-        if not table.lines:
-            raise InputError(f"{self.path}: {_EMPTY}")
-        return table
 
-    def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of the line in which each row begins, and its cells."""
-        text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8-sig", newline="")
-        suffix = self.path.suffix.lower()
-        if suffix == ".jsonl":
-            yield from self._json_rows(text)
-        elif suffix == ".txt":
-            yield from ((number, cells) for number, line in enumerate(text, 1) if (cells := line.rsplit(maxsplit=1)))
-        else:
-            yield from self._csv_rows(text)
+# The number of the line in which each row begins, and its cells.
+_RowsOfText = Iterator[tuple[int, list[str]]]
 
-    def _csv_rows(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-        start = self._data[:65536].decode(errors="ignore")
-        head = next(filter(str.strip, start.splitlines()), "")
-        delimiter = max(",;\t", key=head.count)
-        # A bar also separates labels.
-        reader = csv.reader(lines, delimiter=delimiter if delimiter in head else "|", strict=True)
-        first = 1
-        try:
-            for cells in reader:
-                if any(map(str.strip, cells)):
-                    yield first, cells
-                first = reader.line_num + 1
-        except csv.Error as error:
-            what = "a quotation mark is not closed" if "end of data" in str(error) else error
-            raise InputError(f"{self.path}: line {first}: is not valid CSV: {what}") from None
 
-    def _json_rows(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-        tables: dict[int, dict[str, object]] = {}
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    tables[number] = {**json.loads(line)}
-                except (ValueError, TypeError, RecursionError):
-                    need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
-                    raise InputError(f"{self.path}: line {number}: {need}") from None
-        if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
-            yield 0, keys
-            yield from ((number, [_json_cell(table.get(key)) for key in keys]) for number, table in tables.items())
+def _paddle_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+    return ((number, cells) for number, line in enumerate(lines, start=1) if (cells := line.rsplit(maxsplit=1)))
+
+
+def _csv_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+    head = next(filter(str.strip, lines.read(1 << 16).splitlines()), "")
+    lines.seek(0)
+    delimiter = max(",;\t", key=head.count)
+    # A bar also separates labels.
+    reader = csv.reader(lines, delimiter=delimiter if delimiter in head else "|", strict=True)
+    first = 1
+    try:
+        for cells in reader:
+            if any(map(str.strip, cells)):
+                yield first, cells
+            first = reader.line_num + 1
+    except csv.Error as error:
+        what = "a quotation mark is not closed" if "end of data" in str(error) else error
+        raise InputError(f"{path}: line {first}: is not valid CSV: {what}") from None
+
+
+def _json_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+    tables: dict[int, dict[str, object]] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                tables[number] = {**json.loads(line)}
+            except (ValueError, TypeError, RecursionError):
+                need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
+                raise InputError(f"{path}: line {number}: {need}") from None
+    if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
+        yield 0, keys
+        yield from ((number, [_json_cell(table.get(key)) for key in keys]) for number, table in tables.items())
 
 
 def _json_cell(value: object) -> str:
@@ -215,24 +212,32 @@ def _json_cell(value: object) -> str:
 
 
 class _Columns(NamedTuple):
-    """Column indices (and names of label columns), whether splits are flags, and whether there is a header."""
+    """The rows below the header, indices of columns (and names of label columns), and whether splits are flags.
 
+    There is at most one column of splits, and one of groups.
+    """
+
+    table: _Table
     file: int
     labels: dict[int, str | int]
-    split: int | None
+    split: list[int]
     has_flags: bool
-    group: int | None
-    has_header: bool
+    group: list[int]
 
 
-def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) -> _Columns:
+def _find_columns(table: _Table, locator: "_Locator", options: ReadOptions) -> _Columns:
     """Find the columns by the options, else by the header, else by content."""
-    path = text.path
+    path = table.path
     # Messages about columns fit one line.
-    first = [" ".join(cell.splitlines()) for cell in text.head[0]]
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in first)
-    header, body = first if has_header else [], next(iter(text.head[has_header:]), [])
-    width, keys = len(first), ["".join(words_of(name)) for name in header]
+    header = [" ".join(cells[0].splitlines()) for cells in table.cells]
+    width = len(header)
+    if any(is_image_name(cell) or (cell and locator.find(cell)) for cell in header):
+        header = []
+    else:
+        table = _Table(path, table.lines[1:], [cells[1:] for cells in table.cells])
+    if not table.lines:
+        raise InputError(f"{path}: {_EMPTY}")
+    keys, body = ["".join(words_of(name)) for name in header], [cells[0] for cells in table.cells]
 
     def find(key: str, usual: Sequence[str] = ()) -> list[int]:
         """Find the columns that an option names, else the first with a usual name."""
@@ -244,12 +249,12 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
             raise error(f"{path}: has no column {unknown!r}, which data.{key} names; {columns}")
         return [header.index(name) for name in names] or [keys.index(name) for name in usual if name in keys][:1]
 
-    by_content = (i for i, cell in enumerate(body[:width]) if is_image_name(cell))
+    by_content = (i for i, cell in enumerate(body) if is_image_name(cell))
     file = next(chain(find("file_column", _FILE_COLUMNS), by_content), 0)
     labels, group = find("label_column", _LABEL_COLUMNS), find("group_column")[:1]
     split = [keys.index(name) for name in _SPLIT_COLUMNS if name in keys][:1]
     left = [i for i in range(width) if i not in (file, *split, *group)]
-    are_flags = header and all(body[i].lower() in _FLAGS for i in left if i < len(body))
+    are_flags = header and all(body[i].lower() in _FLAGS for i in left)
     if not labels and (len(left) == 1 or are_flags):
         labels = left
     if not labels:
@@ -262,12 +267,12 @@ def _find_columns(text: _TextFile, locator: "_Locator", options: ReadOptions) ->
     if twice := next((name for name in used if header.count(name) > 1), None):
         raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
     return _Columns(
+        table=table,
         file=file,
         labels={label: header[label] if header else label + 1 for label in labels},
-        split=next(iter(split), None),
+        split=split,
         has_flags=any(keys[i] == "isvalid" for i in split),
-        group=next(iter(group), None),
-        has_header=has_header,
+        group=group,
     )
 
 
@@ -350,9 +355,9 @@ def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -
     notes: list[str] = []
     names: list[str | int] = []
     for name, file in lists.items():
-        text, locator = _TextFile(file), cache(partial(_Locator, file.parent, options=options))
+        table, locator = _parse(file, _bytes_of(file)), cache(partial(_Locator, file.parent, options=options))
         try:
-            columns = _find_columns(text, locator(name or split_within(file.stem) or "train"), options)
+            columns = _find_columns(table, locator(name or split_within(file.stem) or "train"), options)
         except NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -361,11 +366,11 @@ def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -
         if names and [*columns.labels.values()] != names:
             found, known = (", ".join(map(repr, some)) for some in (columns.labels.values(), names))
             raise InputError(f"{file}: the columns of labels are {found}, elsewhere {known}")
-        names, table = [*columns.labels.values()], text.table(columns.has_header)
-        has_splits = columns.split is not None and len(lists) == 1
-        for split, own in (_by_split(table, columns) if has_splits else {name or "train": table}).items():
+        names = [*columns.labels.values()]
+        has_splits = columns.split and len(lists) == 1
+        for split, own in (_by_split(columns) if has_splits else {name or "train": columns.table}).items():
             files = locator(split).find_all(own, columns.file)
-            groups = [] if columns.group is None else own.cells[columns.group]
+            groups = [cell for column in columns.group for cell in own.cells[column]]
             if empty := [f"{own.place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
                 raise InputError(first_few(empty))
             parts[split] = _Part(files, [own.cells[i] for i in columns.labels], groups, own.place)
@@ -394,12 +399,12 @@ def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -
     )
 
 
-def _by_split(table: _Table, columns: _Columns) -> dict[str, _Table]:
+def _by_split(columns: _Columns) -> dict[str, _Table]:
     """Divide rows by the column of splits, or of false and true for training and validation."""
     meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if columns.has_flags else {}
     split_in = cache(lambda cell: meaning.get(cell.lower()) or split_of(cell))
-    rows: dict[str, list[int]] = {}
-    for row, cell in enumerate(table.cells[columns.split]):
+    rows, table = dict[str, list[int]](), columns.table
+    for row, cell in enumerate(table.cells[columns.split[0]]):
         if (split := split_in(cell)) is None:
             need = "true or false" if columns.has_flags else "train, valid or test"
             raise InputError(f"{table.place(row)}: unknown split {cell!r}; write {need}")
