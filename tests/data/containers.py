@@ -194,11 +194,15 @@ def npy(folder: Path) -> Path:
     return folder
 
 
+def idx_bytes(array: np.ndarray) -> bytes:
+    code = {"u": 8, "i": 9}[array.dtype.kind]
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.tobytes()
+
+
 def idx(folder: Path) -> Path:
     for name, array in arrays(folder).items():
         role = "images" if name[0] == "x" else "labels"
-        header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-        content = gzip.compress(header + array.astype(np.uint8).tobytes())
+        content = gzip.compress(idx_bytes(array.astype(np.uint8)))
         write(folder / f"{name[2:]}-{role}-idx{array.ndim}-ubyte.gz", content)
     return folder
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +153,9 @@ def test_refused_npz(tmp_path: Path, arrays: dict[str, Any], message: str):
 # IDX
 
 
-def idx_bytes(array: np.ndarray) -> bytes:
-    code = {"u": 0x08, "i": 0x09}[array.dtype.kind]
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape) + array.tobytes()
-
-
-def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, before: str = "train-") -> None:
-    c.write(folder / f"{before}images-idx3-ubyte", idx_bytes(images))
-    c.write(folder / f"{before}labels-idx1-ubyte", idx_bytes(labels))
+def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    c.write(folder / "train-images-idx3-ubyte", c.idx_bytes(images))
+    c.write(folder / "train-labels-idx1-ubyte", c.idx_bytes(labels))
 
 
 BYTES = LABELS.astype(np.uint8)
@@ -174,7 +168,7 @@ BYTES = LABELS.astype(np.uint8)
         (lambda b: b + b"x", "is longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
         (lambda b: gzip.compress(b)[:-9], "is damaged or cut off"),
-        (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "train has 5 images but 6 labels"),
+        (lambda _: c.idx_bytes(np.zeros((5, 3, 4), np.uint8)), "train has 5 images but 6 labels"),
     ],
 )
 def test_damaged_idx(tmp_path: Path, change, message: str):

@@ -124,8 +124,11 @@ def _read_archive(path: Path, options: ReadOptions, report: Progress | None) -> 
     unpacked = unpack(path, report)
     root, folder = unpacked.folder, str(unpacked.folder)
     # Many archives contain a single folder; others are one compressed file.
-    while root.is_dir() and len(content := _content(root)) == 1 and not split_of(content[0].name):
-        root = content[0]
+    while root.is_dir():
+        content = [entry for entry in folders.visible(root) if not _DOCUMENT.match(entry.name)]
+        if len(content) != 1 or split_of(content[0].name):
+            break
+        root = Path(content[0])
     if options.images:
         options = replace(options, images=str(root / options.images))
     if (root / DESCRIPTION).is_file():
@@ -141,10 +144,6 @@ def _read_archive(path: Path, options: ReadOptions, report: Progress | None) -> 
     inside = source.folder if options.images else unpacked.folder
     kind = f"{source.kind} in an archive"
     return replace(source, path=path, kind=kind, notes=notes, folder=inside, unpacked=unpacked)
-
-
-def _content(folder: Path) -> list[Path]:
-    return [Path(entry) for entry in folders.visible(folder) if not _DOCUMENT.match(entry.name)]
 
 
 def from_python(data: object, task: str = "auto") -> ImageDataset:

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 from flatout.utils.errors import InputError
 
 MAX_LISTED = 10
-CLASS_LIST_NAME = "classes.txt"
 MAX_LABEL_LENGTH = 4096
 # Separates the labels of one image in a text; the other separators are tried in this order.
 _LINE = "\n"
@@ -28,7 +27,6 @@ _ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
 # Up to this many distinct labels are classes, even if they are numbers.
 _FEW = 20
 _IF_CLASSES = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
-_IF_NUMBERS = "if they are numbers to predict: --set task=regression"
 
 Locate = Callable[[int], str]
 
@@ -241,7 +239,8 @@ def _interpret(labels: _Distinct, names: tuple[str, ...] | None, locate: Locate,
     if task == "regression":
         return Labels(task=task, classes=(), values=_numbers(labels, locate, subject))
     if labels.kind == "f":
-        raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_IF_NUMBERS}")
+        fix = "if they are numbers to predict: --set task=regression"
+        raise InputError(f"{subject}: labels of classes must be whole numbers or names; {fix}")
     if task == "multi-label":
         return _several(labels, names, locate)
     if labels.kind == "rows":
@@ -275,14 +274,13 @@ def _find_task(labels: _Distinct, names: tuple[str, ...] | None, subject: str) -
             return "regression"  # which refuses texts among the numbers
         # Class indices are dense, or have many images each.
         are_spread = are_many and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts)
-    have_commas = any("," in text and _DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
     mark, is_sure = _find_separator(texts)
     if is_sure and not are_spread:
         return "multi-label"
     if mark and not are_spread:
         what = f"has several labels in one, or names with {mark!r} in them"
         texts = [text for text in texts if mark in text]
-    elif are_spread or (are_mostly_different and (are_many or have_commas)):
+    elif are_spread or (are_mostly_different and are_many):
         what = f"holds {len(texts):,} different labels for {count:,} images"
     else:
         return "single-label"

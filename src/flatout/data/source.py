@@ -13,7 +13,7 @@ import numpy as np
 
 from flatout.config import Data
 from flatout.data.decode import MAX_FILE_BYTES, ImageBytes
-from flatout.data.labels import CLASS_LIST_NAME, count_classes, first_few, read_labels
+from flatout.data.labels import count_classes, first_few, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.utils.errors import InputError
@@ -181,7 +181,7 @@ class ReadOptions(Data):
     def image_folder(self) -> Path | None:
         return Path(os.path.expanduser(self.images)) if self.images else None  # noqa: PTH111 - Path drops "./"
 
-    def with_class_list(self, data: Path, names: Iterable[str] = (CLASS_LIST_NAME,)) -> "ReadOptions":
+    def with_class_list(self, data: Path, names: Iterable[str] = ("classes.txt",)) -> "ReadOptions":
         """Return the options with the class list given, else the first of these names in a folder or next to a file."""
         given = Path(self.classes).expanduser() if self.classes else self.class_list
         if given and not given.is_file():

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain, islice
@@ -189,23 +189,19 @@ def _csv_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
 
 
 def _json_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
-    tables: dict[int, dict[str, object]] = {}
+    tables: dict[int, dict[str, str]] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                tables[number] = {**json.loads(line)}
-            except (ValueError, TypeError, RecursionError):
+                cells = {key: value for key, value in json.loads(line).items() if value is not None}
+            except (ValueError, AttributeError, RecursionError):
                 need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
                 raise InputError(f"{path}: line {number}: {need}") from None
+            as_text = ((key, cell if isinstance(cell, str) else json.dumps(cell)) for key, cell in cells.items())
+            tables[number] = dict(as_text)
     if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
         yield 0, keys
-        yield from ((number, [_json_cell(table.get(key)) for key in keys]) for number, table in tables.items())
-
-
-def _json_cell(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+        yield from ((number, [table.get(key, "") for key in keys]) for number, table in tables.items())
 
 
 # Columns
