@@ -5,6 +5,7 @@ import math
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice, product
 from pathlib import Path
@@ -113,50 +114,42 @@ def _read_webdataset(kind: str, path: Path, splits: dict[str, list[Path]], optio
         parts[split] = [], []
         for file in files:
             with reading(file), file.open("rb") as stream:
-                for key, members in _samples(member for _, member in tar_members(stream, file)):
-                    images, labels = _images(members, options), _labels(members, options)
+                for key, members in _samples(file, tar_members(stream, file)):
+                    images, labels = _images_and_labels(members, options)
                     if len(images) != 1 or not labels:
                         raise InputError(
                             f"{file}: sample {key}: has the members {', '.join(sorted(members))}; one image and a "
                             f".{label_name} or .json member are needed; --set data.file_column=EXTENSION and --set "
                             "data.label_column=EXTENSION name others"
                         )
-                    parts[split][0].append(_slice(file, images[0]))
-                    parts[split][1].append(_label(_slice(file, labels[0]), options))
+                    parts[split][0].append(images[0])
+                    parts[split][1].append(_label(labels[0], options))
     return assemble(kind, path, parts, options)
 
 
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
     try:
         with file.open("rb") as stream:
-            first = [member for _, member in islice(tar_members(stream, file), _PEEKED)]
+            samples = list(_samples(file, islice(tar_members(stream, file), _PEEKED)))
     except (InputError, OSError):  # reported when the file is read as a shard or an archive
         return False
-    return any(_images(members, options) and _labels(members, options) for _, members in _samples(first))
+    return any(all(_images_and_labels(members, options)) for _, members in samples)
 
 
-def _samples(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+def _samples(file: Path, members: Iterable[tuple[Any, tarfile.TarInfo]]) -> Iterator[tuple[str, dict[str, Slice]]]:
     """Yield the name of each sample and its members by extension."""
     # The name up to the first dot of its last part, and the extension; hidden files have no name.
-    named = ((re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]*)", m.name, re.DOTALL), m) for m in members if m.isreg())
+    named = ((re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]*)", m.name, re.DOTALL), m) for _, m in members if m.isreg())
     for key, group in groupby(((match, member) for match, member in named if match), key=lambda pair: pair[0][1]):
-        yield key, {match[2].lower(): member for match, member in group}
+        yield key, {match[2].lower(): Slice(file, f"member {m.name}", m.offset_data, m.size) for match, m in group}
 
 
-def _slice(file: Path, member: tarfile.TarInfo) -> Slice:
-    return Slice(file, f"member {member.name}", member.offset_data, member.size)
-
-
-def _images(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
-    """Return the images of a sample, without auxiliary ones such as `seg.png` next to `jpg`."""
-    if options.file_column:
-        return [members[key] for key in (options.file_column.lower(),) if key in members]
-    images = {extension: member for extension, member in members.items() if is_image_name(f".{extension}")}
-    return [member for extension, member in images.items() if "." not in extension] or list(images.values())
-
-
-def _labels(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
-    return [members[extension] for extension in (options.label_column.lower() or "cls", "json") if extension in members]
+def _images_and_labels(members: dict[str, Slice], options: ReadOptions) -> list[list[Slice]]:
+    """Return the images of a sample, without auxiliary ones such as `seg.png` next to `jpg`, and its labels."""
+    images = [options.file_column.lower()] if options.file_column else [x for x in members if is_image_name(f".{x}")]
+    images = [extension for extension in images if "." not in extension] or images
+    labels = [options.label_column.lower() or "cls", "json"]
+    return [[members[key] for key in keys if key in members] for keys in (images, labels)]
 
 
 def _label(place: Slice, options: ReadOptions) -> object:
@@ -231,22 +224,23 @@ def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
             raise InputError(f"{file}: is compressed; unpack it first, such as with gunzip")
         size, offset, number = file.stat().st_size, 0, 0
         while header := stream.read(12):
-            where = f"{file}: record {number}"
             length = int.from_bytes(header[:8], "little")
+            place = Slice(file, f"record {number}", offset + 12, length)
             if len(header) < 12 or offset + length + 16 > size or length > MAX_FILE_BYTES:
                 what = f"is cut off, or this is not a TFRecord file (at byte {offset:,})"
-                raise InputError(f"{where}: {what}; get it again")
-            yield _sample(file, number, offset + 12, stream.read(length), options)
+                raise InputError(f"{place}: {what}; get it again")
+            try:
+                yield _sample(place, stream.read(length), options)
+            except (ValueError, IndexError) as error:
+                if isinstance(error, InputError):
+                    raise
+                raise InputError(f"{place}: is not a tf.train.Example ({error})") from None
             stream.read(4)
             offset, number = offset + length + 16, number + 1
 
 
-def _sample(file: Path, number: int, offset: int, record: bytes, options: ReadOptions) -> _Sample:
-    place = f"{file}: record {number}"
-    try:
-        features = _features(record)
-    except (ValueError, IndexError) as error:
-        raise InputError(f"{place}: is not a tf.train.Example ({error})") from None
+def _sample(place: Slice, record: bytes, options: ReadOptions) -> _Sample:
+    features = _features(record)
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
@@ -257,12 +251,9 @@ def _sample(file: Path, number: int, offset: int, record: bytes, options: ReadOp
             f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
             "data.file_column=KEY and --set data.label_column=KEY name others"
         )
-    encoded = Slice(file, f"record {number}", offset + image[0].start, image[0].stop - image[0].start)
-    try:
-        named = [record[label].decode() if isinstance(label, slice) else label for label in labels]
-        text = next((record[value].decode() for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
-    except UnicodeDecodeError:
-        raise InputError(f"{place}: its class is not UTF-8 text") from None
+    encoded = replace(place, offset=place.offset + image[0].start, size=image[0].stop - image[0].start)
+    named = [record[label].decode() if isinstance(label, slice) else label for label in labels]
+    text = next((record[value].decode() for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
     return _Sample(encoded, named, text)
 
 

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain, islice
@@ -97,34 +97,18 @@ def _source(kind: str, path: Path, files: dict[str, Path], options: ReadOptions)
 def _names_images(path: Path, options: ReadOptions) -> bool:
     content, locator = _bytes_of(path), _Locator(path.parent, "train", options)
     with suppress(InputError):
-        columns = _find_columns(_parse(path, content, 2), locator, options)
-        return bool(locator.find(columns.table.cells[columns.file][0]))
+        return bool(locator.find(_find_columns(path, *_parse(path, content, 2), locator, options).images[0]))
     return False
 
 
 def _begins_with_image(path: Path) -> bool:
     with suppress(InputError):
-        cells = _parse(path, _bytes_of(path), 1).cells
-        return len(cells) == 2 and is_image_name(cells[0][0])
+        _, columns = _parse(path, _bytes_of(path), 1)
+        return len(columns) == 2 and is_image_name(columns[0][0])
     return False
 
 
 # Text files
-
-
-class _Table(NamedTuple):
-    """Rows of a text file: the numbers of the lines in which they begin, and the cells of each column, trimmed."""
-
-    path: Path
-    lines: list[int]
-    cells: list[list[str]]
-
-    def place(self, row: int) -> str:
-        """Return the start of a message about a row."""
-        return f"{self.path}: line {self.lines[row]}"
-
-    def take(self, rows: list[int]) -> "_Table":
-        return _Table(self.path, [self.lines[i] for i in rows], [[cells[i] for i in rows] for cells in self.cells])
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -143,24 +127,26 @@ def _bytes_of(path: Path) -> bytes:
     return content
 
 
-def _parse(path: Path, content: bytes, most: int | None = None) -> _Table:
-    """Parse the rows of a text file, or the first ones, that are not blank; of JSON lines, the first is the keys."""
+def _parse(path: Path, content: bytes, most: int | None = None) -> tuple[list[int], list[list[str]]]:
+    """Return the numbers of the lines in which the rows of a text file begin, and the trimmed cells of each column.
+
+    Blank rows are left out, and rows after the first `most`. Of JSON lines, the first row is the keys.
+    """
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
     parse = {".jsonl": _json_rows, ".txt": _paddle_rows}.get(path.suffix.lower(), _csv_rows)
-    rows, table = islice(parse(path, text), most), _Table(path, [], [])
+    rows, lines, columns = islice(parse(path, text), most), list[int](), list[list[str]]()
     while some := list(islice(rows, _CHUNK)):
-        if not table.cells:
-            table.cells.extend([] for _ in some[0][1])
-        width = len(table.cells)
+        columns = columns or [[] for _ in some[0][1]]
+        width = len(columns)
         if ragged := [f"line {line} has {len(cells)}" for line, cells in some if len(cells) != width]:
             fix = "quote cells that hold the delimiter"
             raise InputError(f"{path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
-        table.lines.extend(line for line, _ in some)
-        for column, cells in zip(table.cells, zip(*(cells for _, cells in some), strict=True), strict=True):
-            column.extend(map(str.strip, cells))
-    if not table.lines:
+        lines += [line for line, _ in some]
+        for column, cells in zip(columns, zip(*(cells for _, cells in some), strict=True), strict=True):
+            column += map(str.strip, cells)
+    if not lines:
         raise InputError(f"{path}: {_EMPTY}")
-    return table
+    return lines, columns
 
 
 # The number of the line in which each row begins, and its cells.
@@ -207,42 +193,51 @@ def _json_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
 # Columns
 
 
-class _Columns(NamedTuple):
-    """The rows below the header, indices of columns (and names of label columns), and whether splits are flags.
+class _Rows(NamedTuple):
+    """The rows of a list below its header: cells of images, of labels by the name of their column, and of others."""
 
-    There is at most one column of splits, and one of groups.
-    """
+    path: Path
+    lines: list[int]
+    images: list[str]
+    labels: dict[str | int, list[str]]
+    splits: list[str]
+    has_flags: bool  # false and true as splits
+    groups: list[str]
 
-    table: _Table
-    file: int
-    labels: dict[int, str | int]
-    split: list[int]
-    has_flags: bool
-    group: list[int]
+    def place(self, row: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: line {self.lines[row]}"
+
+    def take(self, rows: list[int]) -> "_Rows":
+        labels = {name: [cells[i] for i in rows] for name, cells in self.labels.items()}
+        lines, images = [self.lines[i] for i in rows], [self.images[i] for i in rows]
+        groups = [self.groups[i] for i in rows] if self.groups else []
+        return self._replace(lines=lines, images=images, labels=labels, splits=[], groups=groups)
 
 
-def _find_columns(table: _Table, locator: "_Locator", options: ReadOptions) -> _Columns:
+def _find_columns(
+    path: Path, lines: list[int], columns: list[list[str]], locator: "_Locator", options: ReadOptions
+) -> _Rows:
     """Find the columns by the options, else by the header, else by content."""
-    path = table.path
     # Messages about columns fit one line.
-    header = [" ".join(cells[0].splitlines()) for cells in table.cells]
+    header = [" ".join(cells[0].splitlines()) for cells in columns]
     width = len(header)
     if any(is_image_name(cell) or (cell and locator.find(cell)) for cell in header):
         header = []
     else:
-        table = _Table(path, table.lines[1:], [cells[1:] for cells in table.cells])
-    if not table.lines:
+        lines, columns = lines[1:], [cells[1:] for cells in columns]
+    if not lines:
         raise InputError(f"{path}: {_EMPTY}")
-    keys, body = ["".join(words_of(name)) for name in header], [cells[0] for cells in table.cells]
+    keys, body = ["".join(words_of(name)) for name in header], [cells[0] for cells in columns]
 
     def find(key: str, usual: Sequence[str] = ()) -> list[int]:
         """Find the columns that an option names, else the first with a usual name."""
         value: str = getattr(options, key)
         names = [value] if value and value in header else [name.strip() for name in value.split(",") if name.strip()]
         if unknown := next((name for name in names if name not in header), None):
-            columns = f"its columns are {', '.join(header)}" if header else "it has no header"
+            known = f"its columns are {', '.join(header)}" if header else "it has no header"
             error = NoLabels if key == "label_column" else InputError
-            raise error(f"{path}: has no column {unknown!r}, which data.{key} names; {columns}")
+            raise error(f"{path}: has no column {unknown!r}, which data.{key} names; {known}")
         return [header.index(name) for name in names] or [keys.index(name) for name in usual if name in keys][:1]
 
     by_content = (i for i, cell in enumerate(body) if is_image_name(cell))
@@ -262,13 +257,14 @@ def _find_columns(table: _Table, locator: "_Locator", options: ReadOptions) -> _
     used = [header[i] for i in (file, *labels, *split, *group) if header]
     if twice := next((name for name in used if header.count(name) > 1), None):
         raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
-    return _Columns(
-        table=table,
-        file=file,
-        labels={label: header[label] if header else label + 1 for label in labels},
-        split=split,
+    return _Rows(
+        path,
+        lines,
+        columns[file],
+        labels={header[label] if header else label + 1: columns[label] for label in labels},
+        splits=[cell for i in split for cell in columns[i]],
         has_flags=any(keys[i] == "isvalid" for i in split),
-        group=group,
+        groups=[cell for i in group for cell in columns[i]],
     )
 
 
@@ -293,11 +289,10 @@ class _Locator:
         self._real_bases = [base.resolve() for base in self._bases]
         self._folders, self._files = cache(self._folders), cache(self._files)
 
-    def find_all(self, table: _Table, column: int) -> list[str]:
-        """Find the files that a column names; those missing or outside the folders are one error."""
-        cells = table.cells[column]
-        found = list(map(self.find, cells))
-        if missing := [f"{table.place(i)}: {cells[i] or '(empty)'}" for i, file in enumerate(found) if not file]:
+    def find_all(self, rows: _Rows) -> list[str]:
+        """Find the files that rows name; those missing or outside the folders are one error."""
+        found = list(map(self.find, rows.images))
+        if missing := [f"{rows.place(i)}: {rows.images[i] or '(empty)'}" for i, file in enumerate(found) if not file]:
             raise InputError(
                 f"files that are missing or not below {self._where}, {len(missing):,} (--set data.images=DIR names "
                 f"another folder): {first_few(missing)}"
@@ -336,43 +331,31 @@ class _Locator:
 # Reading
 
 
-class _Part(NamedTuple):
-    """The rows of a split: their files, each column of labels, and groups, if there are any."""
-
-    files: list[str]
-    labels: list[list[str]]
-    groups: list[str]
-    place: Callable[[int], str]
-
-
 def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -> ImageDataset:
     """Read split -> list; the only list may have a column of splits."""
-    parts: dict[str, _Part] = {}
+    parts: dict[str, _Rows] = {}
     notes: list[str] = []
     names: list[str | int] = []
     for name, file in lists.items():
         table, locator = _parse(file, _bytes_of(file)), cache(partial(_Locator, file.parent, options=options))
         try:
-            columns = _find_columns(table, locator(name or split_within(file.stem) or "train"), options)
+            rows = _find_columns(file, *table, locator(name or split_within(file.stem) or "train"), options)
         except NoLabels as error:
             if name in ("", "train"):
                 raise
             notes.append(f"there is no {name} split: {error}")
             continue
-        if names and [*columns.labels.values()] != names:
-            found, known = (", ".join(map(repr, some)) for some in (columns.labels.values(), names))
+        if names and [*rows.labels] != names:
+            found, known = (", ".join(map(repr, some)) for some in (rows.labels, names))
             raise InputError(f"{file}: the columns of labels are {found}, elsewhere {known}")
-        names = [*columns.labels.values()]
-        has_splits = columns.split and len(lists) == 1
-        for split, own in (_by_split(columns) if has_splits else {name or "train": columns.table}).items():
-            files = locator(split).find_all(own, columns.file)
-            groups = [cell for column in columns.group for cell in own.cells[column]]
-            if empty := [f"{own.place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
-                raise InputError(first_few(empty))
-            parts[split] = _Part(files, [own.cells[i] for i in columns.labels], groups, own.place)
+        names = [*rows.labels]
+        if empty := [f"{rows.place(i)}: the group is empty" for i, group in enumerate(rows.groups) if not group]:
+            raise InputError(first_few(empty))
+        for split, own in (_by_split(rows) if rows.splits and len(lists) == 1 else {name or "train": rows}).items():
+            parts[split] = own._replace(images=locator(split).find_all(own))
     parts = in_order(parts, path)
     seen: set[str] = set()
-    every = ((part, i, file) for part in parts.values() for i, file in enumerate(part.files))
+    every = ((part, i, file) for part in parts.values() for i, file in enumerate(part.images))
     if again := [(part, i) for part, i, file in every if file in seen or seen.add(file)]:
         part, i = again[0]
         notes.append(
@@ -380,12 +363,12 @@ def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -
             "of an image belong in one cell, such as cat|dog"
         )
     # In a small split, lists of class numbers may all look like flags.
-    cells = chain.from_iterable(column for part in parts.values() for column in part.labels)
+    cells = chain.from_iterable(column for part in parts.values() for column in part.labels.values())
     are_flags = len(names) > 1 or all(map(_ROW_OF_FLAGS.fullmatch, cells))
     return assemble(
         kind,
         path,
-        {split: (part.files, _read_labels(part, are_flags)) for split, part in parts.items()},
+        {split: (part.images, _read_labels(part, are_flags)) for split, part in parts.items()},
         options,
         names=tuple(map(str, names)) if len(names) > 1 else None,
         notes=tuple(notes),
@@ -395,34 +378,35 @@ def _read(kind: str, path: Path, lists: dict[str, Path], options: ReadOptions) -
     )
 
 
-def _by_split(columns: _Columns) -> dict[str, _Table]:
-    """Divide rows by the column of splits, or of false and true for training and validation."""
-    meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if columns.has_flags else {}
+def _by_split(rows: _Rows) -> dict[str, _Rows]:
+    """Divide rows by their splits, or by false and true for training and validation."""
+    meaning = {"false": "train", "0": "train", "true": "valid", "1": "valid"} if rows.has_flags else {}
     split_in = cache(lambda cell: meaning.get(cell.lower()) or split_of(cell))
-    rows, table = dict[str, list[int]](), columns.table
-    for row, cell in enumerate(table.cells[columns.split[0]]):
+    found: dict[str, list[int]] = {}
+    for row, cell in enumerate(rows.splits):
         if (split := split_in(cell)) is None:
-            need = "true or false" if columns.has_flags else "train, valid or test"
-            raise InputError(f"{table.place(row)}: unknown split {cell!r}; write {need}")
-        rows.setdefault(split, []).append(row)
-    return {split: table.take(own) for split, own in rows.items()}
+            need = "true or false" if rows.has_flags else "train, valid or test"
+            raise InputError(f"{rows.place(row)}: unknown split {cell!r}; write {need}")
+        found.setdefault(split, []).append(row)
+    return {split: rows.take(own) for split, own in found.items()}
 
 
-def _read_labels(part: _Part, are_flags: bool) -> list[Any] | np.ndarray:
+def _read_labels(rows: _Rows, are_flags: bool) -> list[Any] | np.ndarray:
     """Read a column of labels, or flags as int8 [rows, columns]: of one column, or of several named after classes."""
-    cells = part.labels[0]
+    columns = list(rows.labels.values())
+    cells = columns[0]
     if not are_flags:
         return list(map(cache(_list_in), cells))
-    if len(part.labels) == 1:
+    if len(columns) == 1:
         length = max(map(len, cells))
         if short := [i for i, cell in enumerate(cells) if len(cell) < length]:
-            lines = first_few(f"{part.place(i)}: {cells[i]}" for i in short)
+            lines = first_few(f"{rows.place(i)}: {cells[i]}" for i in short)
             raise InputError(f"{lines}; elsewhere there are {length // 2 + 1} numbers of 0 and 1")
         return np.array([[*map(int, cell[::2])] for cell in cells], np.int8)
-    flags = np.array([[_FLAGS.get(cell.lower(), -1) for cell in column] for column in part.labels], np.int8).T
+    flags = np.array([[_FLAGS.get(cell.lower(), -1) for cell in column] for column in columns], np.int8).T
     if wrong := np.argwhere(flags < 0).tolist():
-        found = ((part.place(i), part.labels[column][i]) for i, column in wrong)
-        lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
+        found = ((rows.place(i), columns[column][i]) for i, column in wrong)
+        lines = first_few(f"{place}: {cell or '(empty)'} in a column of 0 and 1" for place, cell in found)
         raise InputError(f"{lines}; write 0 or 1, or several names in one column, such as cat|dog")
     return flags
 
