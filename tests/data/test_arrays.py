@@ -249,12 +249,9 @@ def test_decompression_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         refused(rf"{name}.*: expands from \d\d,\d{{3}} to \d*,?\d{{3}},\d{{3}} bytes", read, tmp_path / name)
 
 
-def test_the_task_of_the_recipe_counts(tmp_path: Path):
-    """Labels of these formats were classes, whatever the recipe said."""
+def test_labels_of_files_may_be_numbers_to_predict(tmp_path: Path):
     write_idx(tmp_path, IMAGES, BYTES)
-    read_json(tmp_path, [[[[0.0], [1.0]], [3, 7]]] * 3)
-    (tmp_path / "cifar").mkdir()
-    c.cifar10(tmp_path / "cifar")
-    for path, numbers in ((tmp_path, {0, 1, 2}), (tmp_path / "data.json", {3, 7}), (tmp_path / "cifar", {0, 1})):
-        source = recognise(path, task="regression").read()
+    read_json(tmp_path, [[GOOD, [3, 7]]] * 3)
+    for path, numbers in ((tmp_path, {0, 1, 2}), (tmp_path / "data.json", {3, 7}), (c.cifar10(tmp_path / "c"), {0, 1})):
+        source = read(path, "regression")
         assert (source.task, source.classes, set(source.labels.tolist())) == ("regression", (), numbers)

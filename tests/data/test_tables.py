@@ -329,6 +329,7 @@ def test_class_lists_name_numbers_ids_and_names(folder: Path):
         other.write_bytes(content.encode())
         source = read(folder, labelled("label", labels), classes=str(other))
         assert (source.classes, source.labels.tolist()) == (classes, indices)
+    refused(r"gone\.txt: no such class list", read, folder, labelled("label", ["a", "b"]), classes="gone.txt")
     (folder / "classes.txt").write_text("hot dog\ndog\nunused\n")  # beside the list
     source = read(folder, labelled("tags", ["hot dog|dog", "dog", ""]))
     assert (source.classes, source.labels.tolist()) == (("hot dog", "dog", "unused"), [[1, 1, 0], [0, 1, 0], [0, 0, 0]])
@@ -347,8 +348,3 @@ def test_class_lists_name_numbers_ids_and_names(folder: Path):
 def test_refused_class_lists(folder: Path, content: str, labels: list[str], message: str):
     (folder / "classes.txt").write_text(content)
     refused(message, read, folder, labelled("label", labels))
-
-
-def test_a_missing_class_list_is_named(folder: Path):
-    text = labelled("label", ["a", "b"])
-    refused(r"gone\.txt: no such class list", read, folder, text, classes=str(folder / "gone.txt"))

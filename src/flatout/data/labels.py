@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike
 
 from flatout.utils.errors import InputError
 
-MAX_LISTED = 10
 MAX_LABEL_LENGTH = 4096
 # Separates the labels of one image in a text; the other separators are tried in this order.
 _LINE = "\n"
@@ -53,7 +52,7 @@ def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     return np.bincount(labels, minlength=classes) if labels.dtype.kind == "i" else np.zeros(classes, np.int64)
 
 
-def first_few(items: Iterable[str], limit: int = MAX_LISTED) -> str:
+def first_few(items: Iterable[str], limit: int = 10) -> str:
     """Join items in one line for a message; items beyond the limit are counted."""
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
@@ -341,14 +340,12 @@ def _several(labels: _Distinct, names: tuple[str, ...] | None, locate: Locate) -
     if not any(rows):
         raise InputError(f"{locate(0)}: no image has a label")
     parts, numbers = np.unique([part for row in rows for part in row], return_inverse=True)
-    lengths = np.array(list(map(len, rows)))
-    numbers_of_text = np.split(numbers, np.cumsum(lengths)[:-1])
-    images = np.repeat(np.arange(len(labels.codes)), lengths[labels.codes])
-    flat = _Distinct(parts, np.concatenate([numbers_of_text[code] for code in labels.codes]))
-    classes, indices, notes = _index(flat, names, lambda i: locate(int(images[i])))
-    values = np.zeros((len(labels.codes), len(classes)), np.uint8)
-    values[images, indices[flat.codes]] = 1
-    return Labels(task="multi-label", classes=classes, values=values, notes=notes)
+    row_of_part = np.repeat(np.arange(len(rows)), list(map(len, rows)))
+    first_image = np.unique(labels.codes, return_index=True)[1][row_of_part]
+    classes, indices, notes = _index(_Distinct(parts, numbers), names, lambda i: locate(int(first_image[i])))
+    values = np.zeros((len(rows), len(classes)), np.uint8)
+    values[row_of_part, indices[numbers]] = 1
+    return Labels(task="multi-label", classes=classes, values=values[labels.codes], notes=notes)
 
 
 def _index(

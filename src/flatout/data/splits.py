@@ -63,10 +63,9 @@ def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
 
 
 def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
-    """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images.
+    """Return the splits of a pack, of which valid, or valid and test, may be taken from the training images.
 
-    With `data.fold`, that fold is the validation split, and the other folds are the training images. Identical images
-    stay in one split, unless the data itself divides them.
+    With `data.fold`, that fold is the validation split, and the other folds are the training images.
     """
     rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
     if data.fold:
@@ -126,8 +125,7 @@ def split_by_labels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of samples kept and of samples taken, stratified by labels of any task.
 
-    With groups, int64 [N], whole groups are taken, about the fraction of the samples, but if possible not all groups of
-    a class. For `copies` see `divide`.
+    With groups, int64 [N], whole groups are taken, if possible not all of a class. For `copies` see `divide`.
     """
     if groups is not None:
         units = joined(groups, copies)

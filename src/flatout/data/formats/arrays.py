@@ -221,7 +221,6 @@ def recognise_cifar(path: Path, options: ReadOptions) -> DataSource | None:
 
 # JSON triples: a list of three [images, labels] pairs, each image a flat list of numbers
 
-_JSON_SUFFIXES = (".json", ".json.gz")
 _JSON_LAYOUT = "three pairs [images, labels] for train, validation and test are expected"
 _MAX_DEPTH = 1000
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -230,7 +229,7 @@ _JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 def recognise_json(path: Path, options: ReadOptions) -> DataSource | None:
     """Recognise the JSON triples in a file, by its name."""
-    if not path.name.lower().endswith(_JSON_SUFFIXES) or not path.is_file():
+    if not path.name.lower().endswith((".json", ".json.gz")) or not path.is_file():
         return None
     return DataSource(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, options))
 

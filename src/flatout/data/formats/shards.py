@@ -23,8 +23,6 @@ from flatout.utils.errors import InputError
 
 WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
 _MAX_PATHS = 100_000
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
 # WebDataset: tar files. The members of a sample follow each other, and have one name up to the first dot:
 # `000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
@@ -92,8 +90,8 @@ def expand_braces(path: Path) -> list[Path]:
     if "{" not in str(path) or path.exists():
         return [path]
     parts: list[Sequence[str]] = []
-    for i, text in enumerate(_BRACES.split(str(path))):
-        if i % 2 and (match := _RANGE.fullmatch(text)):
+    for i, text in enumerate(re.split(r"\{([^{}]*)\}", str(path))):
+        if i % 2 and (match := re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text)):
             numbers = range(int(match[1]), int(match[2]) + 1)[: _MAX_PATHS + 1]
             parts.append([f"{number:0{len(match[1])}}" for number in numbers])
         else:

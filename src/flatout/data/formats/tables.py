@@ -28,8 +28,6 @@ from flatout.utils.errors import InputError
 KIND, PADDLE_KIND = "CSV manifest", "PaddleClas lists"
 _LISTS = (".csv", ".tsv", ".jsonl")
 _SUFFIXES = (*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
-_METADATA = ("metadata.csv", "metadata.jsonl")
-_PADDLE_CLASS_LISTS = ("label_list.txt", "labels.txt")
 _IMAGE_FOLDERS = ("images", "imgs", "img")
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
@@ -59,7 +57,7 @@ def recognise(path: Path, options: ReadOptions) -> DataSource | None:
     found = files_in(path, lambda name: name.lower().endswith(_LISTS))
     files = one_per_split(path, [(split_within(file.stem), file) for file in found])
     if not found:
-        metadata = (folder / name for folder in folders_in(path) for name in _METADATA)
+        metadata = (folder / name for folder in folders_in(path) for name in ("metadata.csv", "metadata.jsonl"))
         files = one_per_split(path, [(split_of(file.parent.name), file) for file in metadata if file.is_file()])
     elif "train" not in files:
         inside = folders_in(path)
@@ -84,7 +82,7 @@ def recognise_paddle(path: Path, options: ReadOptions) -> DataSource | None:
         # A text file that is named after a split only may be anything.
         lists = (file for file in texts if file.stem.lower().endswith("_list") or _begins_with_image(file))
         files = one_per_split(path, [(split_of(file.stem.lower().removesuffix("_list")), file) for file in lists])
-    return _source(PADDLE_KIND, path, files, options.with_class_list(path, _PADDLE_CLASS_LISTS))
+    return _source(PADDLE_KIND, path, files, options.with_class_list(path, ("label_list.txt", "labels.txt")))
 
 
 def _source(kind: str, path: Path, files: dict[str, Path], options: ReadOptions) -> DataSource | None:
