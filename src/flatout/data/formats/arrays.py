@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.formats.folders import files_in
-from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
+from flatout.data.pixels import channels_last, range_of, to_pixels, value_range
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.data.unpack import LimitedStream, open_decompressed, reading, refuse_bomb
@@ -29,9 +29,10 @@ def _assemble(
     options: ReadOptions,
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
+    scale: tuple[float, float] | None = None,
 ) -> ImageDataset:
-    """Assemble split -> (images, labels) as arrays; the training images determine the range of pixels."""
-    scale, converted = None, {}
+    """Assemble split -> (images, labels) as arrays; by default, `scale` is the range of the training images."""
+    converted = {}
     for name, (pixels, labels) in in_order(splits, path or "data").items():
         where = f"{path or 'data'}: {name}"
         pixels = channels_last(pixels, where)
@@ -60,29 +61,24 @@ def recognise_numpy(path: Path, options: ReadOptions) -> DataSource | None:
         labels = path.with_name(f"{path.stem}_labels.npy")
         if not labels.is_file():
             raise InputError(f"{path}: its labels, {labels.name}, are not next to it; or give the folder of both")
-        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, _read_npy, options)
+        return _of_pairs(NUMPY_KIND, path, {"train": (path, labels)}, options)
     files = {file.stem: file for file in files_in(path, lambda name: name.lower().endswith(".npy"))}
     # The `.npy` files may be images that a CSV file lists.
     lists = files_in(path, lambda name: name.lower().endswith((".csv", ".tsv")))
     if not files or (lists and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path).items()}
-    return _of_pairs(NUMPY_KIND, path, pairs, _read_npy, options)
+    return _of_pairs(NUMPY_KIND, path, pairs, options)
 
 
-def _of_pairs(
-    kind: str,
-    path: Path,
-    pairs: dict[str, tuple[Path, Path]],
-    read: Callable[[Path], np.ndarray],
-    options: ReadOptions,
-) -> DataSource:
-    def read_all() -> ImageDataset:
-        splits = {split: (read(images), read(labels)) for split, (images, labels) in pairs.items()}
+def _of_pairs(kind: str, path: Path, pairs: dict[str, tuple[Path, Path]], options: ReadOptions) -> DataSource:
+    def read() -> ImageDataset:
+        read_file = read_idx if kind == IDX_KIND else _read_npy
+        splits = {split: (read_file(images), read_file(labels)) for split, (images, labels) in pairs.items()}
         return _assemble(kind, path, splits, options, locate=lambda split, i: f"{pairs[split][1]}: label {i}")
 
     inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataSource(kind=kind, path=path, inputs=inputs, read=read_all)
+    return DataSource(kind=kind, path=path, inputs=inputs, read=read)
 
 
 def _roles(names: Collection[str], where: Path, fix: str = _NAMES) -> dict[str, tuple[str, str]]:
@@ -161,7 +157,7 @@ def recognise_idx(path: Path, options: ReadOptions) -> DataSource | None:
     if not files:
         return None
     pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(files, path, _IDX_NAMES).items()}
-    return _of_pairs(IDX_KIND, path, in_order(pairs, path), read_idx, options)
+    return _of_pairs(IDX_KIND, path, in_order(pairs, path), options)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -273,14 +269,11 @@ def _read_json(path: Path, options: ReadOptions) -> ImageDataset:
         what = f"holds {len(pixels)} pairs, {sum(map(bool, pixels))} with images"
         raise InputError(f"{path}: {what}; {_JSON_LAYOUT}; {fix}")
     side = math.isqrt(length)
-    images = [np.frombuffer(content, np.float32).reshape(-1, side, side, 1) for content in pixels]
+    images = [np.frombuffer(content, np.float32).reshape(-1, side, side) for content in pixels]
     # The training images determine the scale: a few dark test images could suggest another.
     scale = value_range(float(images[0].min()), float(images[0].max()), path, signed=True)
-    splits = {
-        name: (to_uint8(own, scale, f"{path}: {name}"), own_labels)
-        for name, own, own_labels in zip(SPLITS, images, labels, strict=True)
-    }
-    return assemble(JSON_KIND, path, splits, options)
+    splits = dict(zip(SPLITS, zip(images, labels, strict=True), strict=True))
+    return _assemble(JSON_KIND, path, splits, options, scale=scale)
 
 
 class _Shallow:
