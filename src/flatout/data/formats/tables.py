@@ -147,15 +147,14 @@ def _parse(path: Path, content: bytes, most: int | None = None) -> tuple[list[in
     return lines, columns
 
 
-# The number of the line in which each row begins, and its cells.
-_RowsOfText = Iterator[tuple[int, list[str]]]
+# Rows of each kind of text: the number of the line in which each begins, and its cells.
 
 
-def _paddle_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+def _paddle_rows(path: Path, lines: io.TextIOBase) -> Iterator[tuple[int, list[str]]]:
     return ((number, cells) for number, line in enumerate(lines, start=1) if (cells := line.rsplit(maxsplit=1)))
 
 
-def _csv_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+def _csv_rows(path: Path, lines: io.TextIOBase) -> Iterator[tuple[int, list[str]]]:
     head = next(filter(str.strip, lines.read(1 << 16).splitlines()), "")
     lines.seek(0)
     delimiter = max(",;\t", key=head.count)
@@ -172,17 +171,20 @@ def _csv_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
         raise InputError(f"{path}: line {first}: is not valid CSV: {what}") from None
 
 
-def _json_rows(path: Path, lines: io.TextIOBase) -> _RowsOfText:
+def _json_rows(path: Path, lines: io.TextIOBase) -> Iterator[tuple[int, list[str]]]:
     tables: dict[int, dict[str, str]] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                cells = {key: value for key, value in json.loads(line).items() if value is not None}
-            except (ValueError, AttributeError, RecursionError):
+                cells = {**json.loads(line)}
+            except (ValueError, TypeError, RecursionError):
                 need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
                 raise InputError(f"{path}: line {number}: {need}") from None
-            as_text = ((key, cell if isinstance(cell, str) else json.dumps(cell)) for key, cell in cells.items())
-            tables[number] = dict(as_text)
+            tables[number] = {
+                key: cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
+                for key, cell in cells.items()
+                if cell is not None
+            }
     if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
         yield 0, keys
         yield from ((number, [table.get(key, "") for key in keys]) for number, table in tables.items())
@@ -302,8 +304,9 @@ class _Locator:
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for folder in self._folders(parent or slash):
             files = self._files(folder)
-            found = [name] if name in files else [name + suffix for suffix in _SUFFIXES if name + suffix in files]
-            if len(found) == 1:
+            if name in files:
+                return files[name]
+            if len(found := [name + suffix for suffix in _SUFFIXES if name + suffix in files]) == 1:
                 return files[found[0]]
         return ""
 
