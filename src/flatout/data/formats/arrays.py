@@ -272,7 +272,7 @@ def _read_json(path: Path, options: ReadOptions) -> ImageDataset:
     images = [np.frombuffer(content, np.float32).reshape(-1, side, side) for content in pixels]
     # The training images determine the scale: a few dark test images could suggest another.
     scale = value_range(float(images[0].min()), float(images[0].max()), path, signed=True)
-    splits = dict(zip(SPLITS, zip(images, labels, strict=True), strict=True))
+    splits = {name: (own, of_own) for name, own, of_own in zip(SPLITS, images, labels, strict=True)}
     return _assemble(JSON_KIND, path, splits, options, scale=scale)
 
 
