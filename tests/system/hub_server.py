@@ -93,11 +93,11 @@ class _Answer(Quiet, BaseHTTPRequestHandler):
         if not self.headers["Authorization"]:
             raise Refused(401, "no token")
         name = f"{wanted['organization']}/{wanted['name']}"
-        if name in self.server.repositories:
-            raise Refused(409, "You already created this model repo")
-        private = wanted.get("private") or wanted.get("visibility") == "private"
-        self.server.repositories[name] = Repository(private=bool(private))
-        self.send(200, {"url": f"{self.server.url()}/{name}"})
+        exists = name in self.server.repositories
+        if not exists:
+            private = wanted.get("private") or wanted.get("visibility") == "private"
+            self.server.repositories[name] = Repository(private=bool(private))
+        self.send(409 if exists else 200, {"url": f"{self.server.url()}/{name}"})
 
     def check_card(self, body: bytes) -> None:
         self.send(200, {"errors": [], "warnings": []})

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.inference.explain import layer_cam
+from flatout.inference.predict import layer_cam
 from flatout.report.pictures import heat_scale, overlaid
 
 

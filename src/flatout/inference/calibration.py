@@ -104,13 +104,11 @@ def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 def reliability(confidence: np.ndarray, is_right: np.ndarray) -> list[dict[str, float]]:
     """Return the mean `confidence`, the `accuracy` and the `count` of each bin of confidence that has images."""
-    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    rows = []
-    for number in np.unique(bins):
-        inside = bins == number
+    bins, found = np.minimum((confidence * BINS).astype(np.int64), BINS - 1), []
+    for inside in (bins == number for number in np.unique(bins)):
         means = {"confidence": float(confidence[inside].mean()), "accuracy": float(is_right[inside].mean())}
-        rows.append({**means, "count": int(inside.sum())})
-    return rows
+        found.append({**means, "count": int(inside.sum())})
+    return found
 
 
 def calibration_error(bins: list[dict[str, float]]) -> float:
@@ -244,8 +242,7 @@ class OODDetector:
 
     def score(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray:
         """Return `score_at` for features [N, F], if there are any."""
-        distances = None if self.stats is None or features is None else self.stats.distances(features)
-        return self.score_at(logits, distances)
+        return self.score_at(logits, self.stats.distances(features) if self.stats and features is not None else None)
 
     def score_at(self, logits: np.ndarray, distances: np.ndarray | None) -> np.ndarray:
         """Return the score of each image, float64 [N]; infinite where an output is not finite."""
@@ -273,7 +270,7 @@ class Calibration:
     set_thresholds: tuple[float, ...]  # for logits divided by the temperature
     images: int  # of the validation split
     detector: OODDetector | None = None
-    missing: Path | None = None  # the detector's file, if it is missing
+    remark: str = ""  # for readers of the predictions
 
     @classmethod
     def fit(cls, stats: FeatureStats | None, valid: Evaluation) -> "Calibration | None":
@@ -300,7 +297,7 @@ class Calibration:
         """Read a calibration from the metadata of weights and the file of `write`; None without validation images."""
         if "temperature" not in metadata:
             return None
-        detector = None
+        detector, remark = None, ""
         if "unknown" in metadata:
             centre, scale, threshold = json.loads(metadata["unknown"])
             tensors = read_weights(path)[0] if path.is_file() else {}
@@ -308,12 +305,15 @@ class Calibration:
             stats = FeatureStats(**{name: tensors[name].numpy() for name in _ARRAYS}) if is_whole else None
             if stats or len(centre) == 1:
                 detector = OODDetector(stats=stats, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
+            else:
+                fix = "copy it from the original run folder"
+                remark = f"{path} is missing: unknown images are not recognised; {fix}"
         return cls(
             temperature=float(metadata["temperature"]),
             set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
             images=int(metadata["calibration_images"]),
             detector=detector,
-            missing=path if "unknown" in metadata and detector is None else None,
+            remark=remark,
         )
 
     def metadata(self) -> dict[str, str]:
@@ -330,16 +330,8 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the feature statistics, if any, into a file next to the weights."""
-        if self.detector and self.detector.stats:
-            stats = self.detector.stats
+        if self.detector and (stats := self.detector.stats):
             save_tensors(path, {name: torch.from_numpy(getattr(stats, name)) for name in _ARRAYS}, {"format": "pt"})
-
-    @property
-    def remark(self) -> str:
-        """A remark for readers of the predictions, or ""."""
-        if self.missing is None:
-            return ""
-        return f"{self.missing} is missing: unknown images are not recognised; copy it from the original run folder"
 
     def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray:
         """Return the prediction sets, bool [N, K], of a coverage that has a threshold."""
@@ -378,10 +370,8 @@ class Calibration:
 
 def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
     """Return why a run has no `Calibration`, or "" if it has one or the task does not support it."""
-    if recipe.task != "single-label" or recipe.data.fold:
-        return ""
     count = len(splits["valid"]) if "valid" in splits else 0
-    if count >= MIN_IMAGES:
+    if recipe.task != "single-label" or recipe.data.fold or count >= MIN_IMAGES:
         return ""
     few = f"only {count} validation images" if count else "no validation images"
     share = max(0.1, math.ceil(100 * MIN_IMAGES / (len(splits["train"]) + count)) / 100)

@@ -28,7 +28,7 @@ from flatout.models.build import quiet
 from flatout.models.keras import KerasModule
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, causes, first_line
-from flatout.utils.files import write_atomically
+from flatout.utils.files import make_folder, write_atomically
 from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def resize_matrix(
     Of the image's positions `pixels`, the `used` ones from `offset` on are resized to the centred `filled` ones of the
     result; zeros are around it.
     """
-    start = torch.floor((size - filled) / 2)
-    rows = torch.arange(size, dtype=torch.float32)[:, None] - start
+    rows = torch.arange(size, dtype=torch.float32)[:, None] - torch.floor((size - filled) / 2)
     scale = used / filled
     centre = (rows + 0.5) * scale - 0.5
     weights = (1 - (pixels - offset - centre).abs() / scale.clamp(min=1)).clamp(min=0)
@@ -286,28 +285,18 @@ def export(run: "Run", out: str | Path, *, data: object = None, console: Console
         predict = write_onnx(run, temporary)
         written = time.monotonic()
         figures = _compare(run, samples, predict, console)
-        found = Exported(
-            out=out,
-            format=FORMAT,
-            bytes=temporary.stat().st_size,
-            split=split,
-            **figures,
-            export_seconds=written - started,
-            verify_seconds=time.monotonic() - written,
-        )
-        if found.equal_labels < MIN_EQUAL:
-            differ = round((1 - found.equal_labels) * found.images)
+        equal, images = figures["equal_labels"], figures["images"]
+        if equal < MIN_EQUAL:
             raise InputError(
-                f"{out}: {differ:,} of {found.images:,} {split} images get another label from the export than from the "
-                f"run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); the largest "
-                f"difference is {found.largest_difference:.3g}; no file was kept"
+                f"{out}: {round((1 - equal) * images):,} of {images:,} {split} images get another label from the "
+                f"export than from the run ({100 * equal:.2f} % equal, {100 * MIN_EQUAL:g} % are required); "
+                f"the largest difference is {figures['largest_difference']:.3g}; no file was kept"
             )
-        if out.exists():
-            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
-        results.append(found)
+        seconds = {"export_seconds": written - started, "verify_seconds": time.monotonic() - written}
+        size = temporary.stat().st_size
+        results.append(Exported(out=out, format=FORMAT, bytes=size, split=split, **figures, **seconds))
 
-    with contextlib.suppress(OSError):  # the next call reports it
-        out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_atomically(out, write)
     return results[0]
 

@@ -4,7 +4,6 @@ import fnmatch
 import re
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,21 +15,11 @@ from flatout.config import load_recipe
 from flatout.models.hub import hub_transfers
 from flatout.models.weights import read_weights, save_tensors
 from flatout.tasks import describe_metrics
+from flatout.utils import run_files
 from flatout.utils.console import Console, counted, duration
 from flatout.utils.errors import InputError, causes, first_line
 from flatout.utils.files import write_atomically
-from flatout.utils.run_files import (
-    FOLD,
-    KNOWN,
-    PICTURES,
-    RECIPE,
-    REPORT,
-    SUMMARY,
-    WEIGHTS,
-    JsonObject,
-    read_summary,
-    write_json,
-)
+from flatout.utils.run_files import FOLD, KNOWN, PICTURES, RECIPE, REPORT, SUMMARY, WEIGHTS, JsonObject
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run
@@ -152,39 +141,28 @@ def _publish(
 ) -> dict[str, str]:
     """Upload the files of a folder; return `page` and `commit`."""
     api = huggingface_hub.HfApi(library_name="flatout")
-    existing = _existing(api, repository)
     page = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
-    theirs: list[str] = []
-    if existing is None:
-        api.create_repo(repository, private=private, exist_ok=True)
-    else:
-        if private and not existing.private:
-            raise InputError(f"{url}: exists and is public; make it private on {page}/settings, or choose another name")
-        theirs = sorted(one.rfilename for one in existing.siblings or () if one.rfilename != _OF_THE_HUB)
-        if theirs and not overwrite:
-            names = ", ".join(theirs[:5]) + (f" and {len(theirs) - 5} more" if len(theirs) > 5 else "")
-            raise InputError(f"{url}: exists and has files ({names}); give --overwrite, or choose another name")
+    api.create_repo(repository, private=private, exist_ok=True)
+    existing = api.model_info(repository)
+    if private and not existing.private:
+        raise InputError(f"{url}: exists and is public; make it private on {page}/settings, or choose another name")
+    theirs = sorted(one.rfilename for one in existing.siblings or () if one.rfilename != _OF_THE_HUB)
+    if theirs and not overwrite:
+        names = ", ".join(theirs[:5]) + (f" and {len(theirs) - 5} more" if len(theirs) > 5 else "")
+        raise InputError(f"{url}: exists and has files ({names}); give --overwrite, or choose another name")
     console.note(f"uploading {counted(len(files), 'file')} to {page}")
     # One commit: `upload_folder` may make several.
     operations: list[Any] = [huggingface_hub.CommitOperationAdd(name, str(folder / name)) for name in files]
     operations += [
         huggingface_hub.CommitOperationDelete(name) for name in theirs if _is_own(name) and name not in files
     ]
-    # The commit is refused if there has been another in the meantime.
-    parent = None if existing is None else existing.sha
-    commit = api.create_commit(repository, operations, commit_message="Upload a run with flatout", parent_commit=parent)
+    commit = api.create_commit(
+        repository,
+        operations,
+        commit_message="Upload a run with flatout",
+        parent_commit=existing.sha,  # the commit is refused if there has been another since then
+    )
     return {"page": page, "commit": commit.oid}
-
-
-def _existing(api: Any, repository: str) -> Any:
-    """Return the repository with its files; None if none is visible to the token."""
-    try:
-        return api.model_info(repository)
-    except huggingface_hub.errors.RepositoryNotFoundError as error:
-        # The answer to a wrong token is the same.
-        if _status_of(error) == 401:
-            raise
-        return None
 
 
 def _is_own(name: str) -> bool:
@@ -207,12 +185,23 @@ def copy_run(run: "Run", folder: Path) -> None:
 
     Local paths keep their last part, URLs lose login and query.
     """
-    data = [run.recipe.data.path] if run.recipe.data.path else []
-    places = (run.path.resolve(), *(Path(path).absolute() for path in data if "://" not in path))
+    places = (run.path.resolve(), Path(run.recipe.data.path or run.path).absolute())
     clean = cleaner(run.classes, {Path.home(), Path.cwd(), *(place.parent for place in places)})
-    _copy_files(run, folder, clean)
-    for number, member in enumerate(run.members if len(run.members) > 1 else (), start=1):
-        _copy_files(member, folder / FOLD.format(number), clean)
+    members = run.members if len(run.members) > 1 else ()
+    parts = {folder: run} | {folder / FOLD.format(number): one for number, one in enumerate(members, start=1)}
+    for to, part in parts.items():
+        to.mkdir(parents=True)
+        write_atomically(to / RECIPE, clean((part.path / RECIPE).read_text(encoding="utf-8")).encode())
+        # The decoded images stay in the cache of the computer that trained.
+        run_files.write_json(to / SUMMARY, clean({**part.summary, "pack": None}))
+        for name in (WEIGHTS, KNOWN):
+            if (part.path / name).is_file():
+                tensors, metadata = read_weights(part.path / name)  # which finds damage
+                cleaned = {key: value if key == "classes" else clean(value) for key, value in metadata.items()}
+                save_tensors(to / name, tensors, cleaned)
+        for name in PICTURES[1:]:  # curves and confusion, without images
+            if (part.path / name).is_file():
+                shutil.copyfile(part.path / name, to / name)
 
 
 def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any], Any]:
@@ -239,26 +228,7 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
     return clean
 
 
-def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any]) -> None:
-    folder.mkdir(parents=True)
-    text = clean((run.path / RECIPE).read_text(encoding="utf-8"))
-    tomllib.loads(text)  # cutting paths keeps a recipe valid
-    write_atomically(folder / RECIPE, text.encode())
-    # The decoded images stay in the cache of the computer that trained.
-    write_json(folder / SUMMARY, clean({**run.summary, "pack": None}))
-    for name in (WEIGHTS, KNOWN):
-        if (run.path / name).is_file():
-            tensors, metadata = read_weights(run.path / name)  # which finds damage
-            cleaned = {key: value if key == "classes" else clean(value) for key, value in metadata.items()}
-            save_tensors(folder / name, tensors, cleaned)
-    for name in PICTURES[1:]:  # curves and confusion, without images
-        if (run.path / name).is_file():
-            shutil.copyfile(run.path / name, folder / name)
-
-
 # --- the model card ---------------------------------------------------------------------------------------------------
-
-_MAX_ROWS = 100  # classes in the table
 
 
 def _training(summary: JsonObject, epochs: int) -> str:
@@ -272,22 +242,19 @@ def _training(summary: JsonObject, epochs: int) -> str:
 
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
-    recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
+    recipe, summary = load_recipe(folder / RECIPE), run_files.read_summary(folder, {})
     metric = run.task.metric_names[0]
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_{metric}") is not None), "")
-    result = "it has not been tested"
-    if split:
-        result = describe_metrics(split, summary).replace("valid ", "validation ", 1)
-    machine = summary.get("machine") or {}
+    result = describe_metrics(split, summary).replace("valid ", "validation ", 1) if split else "it has not been tested"
+    machine, model = summary.get("machine") or {}, recipe.model
     facts = {
         "task": run.task.name,
-        "network": f"{recipe.model}, {summary.get('parameters') or 0:,} parameters",
+        "network": f"{model}, {summary.get('parameters') or 0:,} parameters",
         "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
         "data": recipe.data.path or recipe.job or "images given in Python",
         "training": _training(summary, recipe.epochs),
         "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
     }
-    rows, model = summary.get("per_class") or [], recipe.model
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
     if model.startswith("python:"):
         load = f", model={model.removeprefix('python:')}()"
@@ -299,23 +266,17 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     card = huggingface_hub.ModelCard.from_template(
         front_matter,
         template_path=str(Path(__file__).with_name("card.md.j2")),
-        name=_cell(repository.partition("/")[2]),
+        cell=_cell,
         repository=repository,
         files=[path.name for path in folder.iterdir()],
         result=f"{result[0].upper()}{result[1:]}.",
-        facts=[(name, _cell(value)) for name, value in facts.items() if value],
-        rows=[{**row, "class": _cell(row["class"])} for row in rows[:_MAX_ROWS]],
-        left_out=max(0, len(rows) - _MAX_ROWS),
+        facts=facts,
         split="held-out" if len(run.members) > 1 else {"valid": "validation"}.get(split, split),
-        recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
-        notes=[_cell(note) for note in (*(summary.get("verdict") or ()), *(summary.get("notes") or ()))],
+        recipe=recipe,
+        recipe_text=(folder / RECIPE).read_text(encoding="utf-8").strip(),
+        summary=summary,
         load=load,
-        has_command="model=" not in load,
-        flags=" --allow-code" if "allow_code" in load else "",
         is_ensemble=len(run.members) > 1,
-        pixels=f"uint{recipe.data.bits or 8} [N, height, width, {recipe.channels}]",
-        mode={1: "L", 3: "RGB"}.get(recipe.channels) if recipe.data.bits in (0, 8) else None,
-        channels=recipe.channels,
         version=__version__,
     )
     return str(card)

@@ -14,7 +14,7 @@ import numpy as np
 from flatout.data.batches import Split
 from flatout.data.detect import find
 from flatout.data.source import DataSource
-from flatout.inference.explain import heatmaps_of
+from flatout.inference.predict import heatmaps_of
 from flatout.models.build import build_model
 from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, thumbnail

@@ -23,9 +23,8 @@ from flatout.engine import pixels
 from flatout.engine.augment import tta_views
 from flatout.inference.calibration import Calibration
 from flatout.inference.evaluate import evaluate
-from flatout.inference.explain import normalised
 from flatout.inference.hub import SCHEME, download_run
-from flatout.inference.predict import Outputs, Prediction, predict
+from flatout.inference.predict import Outputs, Prediction, normalised, predict
 from flatout.inference.predictions import Confusion, StoredPrediction, StoredPredictions
 from flatout.models.build import build_model
 from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
@@ -33,23 +32,10 @@ from flatout.models.keras import KerasModule, is_keras
 from flatout.models.weights import load_exactly, read_weights
 from flatout.report.html import data_uri, framed
 from flatout.tasks import SingleLabel, Task, confusion, task_of
+from flatout.utils import run_files
 from flatout.utils.console import Console, in_notebook
 from flatout.utils.errors import InputError
-from flatout.utils.run_files import (
-    FOLD,
-    KNOWN,
-    PICTURES,
-    PREDICTIONS,
-    RECIPE,
-    REPORT,
-    SUMMARY,
-    WEIGHTS,
-    JsonObject,
-    Predictions,
-    read_metrics,
-    read_predictions,
-    read_summary,
-)
+from flatout.utils.run_files import JsonObject, Predictions
 
 if TYPE_CHECKING:
     from flatout.inference.export import Exported
@@ -69,10 +55,10 @@ class Run:
         self.path = Path(path)
         self._given, self._allow_code = model, allow_code
         self._classified, self._frozen = 0, None
-        if not (self.path / RECIPE).is_file():
-            wrong = f"not a run folder: {RECIPE} is missing; give the folder that `flatout train` wrote"
+        if not (self.path / run_files.RECIPE).is_file():
+            wrong = f"not a run folder: {run_files.RECIPE} is missing; give the folder that `flatout train` wrote"
             raise InputError(f"{self.path}: {wrong}")
-        if not (self.path / WEIGHTS).is_file():
+        if not (self.path / run_files.WEIGHTS).is_file():
             raise InputError(f"{self.path}: has not finished; flatout train --resume --out {self.path} continues it")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +71,7 @@ class Run:
 
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
-        summary = read_summary(self.path, {})  # a run that was killed while it was written has none
+        summary = run_files.read_summary(self.path, {})  # a run that was killed while it was written has none
         values = (summary.get(f"{split}_{name}") for split in ("test", "valid"))
         shown = next((f"{value:.4f}" for value in values if value is not None), None)
         return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={shown})"
@@ -93,21 +79,21 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """The complete recipe."""
-        return of_run(load_recipe(self.path / RECIPE))
+        return of_run(load_recipe(self.path / run_files.RECIPE))
 
     @cached_property
     def summary(self) -> JsonObject:
         """The content of summary.json."""
         missing: dict[str, str] = {}
-        summary = read_summary(self.path, missing)
+        summary = run_files.read_summary(self.path, missing)
         if missing:
-            raise InputError(f"{self.path}: {missing[SUMMARY]}")
+            raise InputError(f"{self.path}: {missing[run_files.SUMMARY]}")
         return summary
 
     @cached_property
     def epochs(self) -> list[JsonObject]:
         """The lines of metrics.jsonl, one per epoch."""
-        return read_metrics(self.path, {})
+        return run_files.read_metrics(self.path, {})
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -124,7 +110,7 @@ class Run:
     @cached_property
     def calibration(self) -> Calibration | None:
         """The calibration on the validation images; None without any."""
-        return Calibration.read(self._weights[1], self.path / KNOWN)
+        return Calibration.read(self._weights[1], self.path / run_files.KNOWN)
 
     @property
     def unknown_threshold(self) -> float | None:
@@ -135,14 +121,14 @@ class Run:
     @property
     def _predictions(self) -> Predictions:
         missing: dict[str, str] = {}
-        found = read_predictions(self.path, self.summary, missing)
+        found = run_files.read_predictions(self.path, self.summary, missing)
         if found is None:
-            raise InputError(f"{self.path}: {missing[PREDICTIONS]}")
+            raise InputError(f"{self.path}: {missing[run_files.PREDICTIONS]}")
         return found
 
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return read_weights(self.path / WEIGHTS)
+        return read_weights(self.path / run_files.WEIGHTS)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -159,7 +145,7 @@ class Run:
             )
         model = build_model(self.recipe, len(self.classes), module=given, allow_code=self._allow_code)
         for each in (model,) if given is None else (model, given.to("cpu")):
-            load_exactly(each.eval(), self._weights[0], self.path / WEIGHTS)
+            load_exactly(each.eval(), self._weights[0], self.path / run_files.WEIGHTS)
         if isinstance(given, KerasModule) and given is not self._given:
             given.write_to(self._given)
         return model
@@ -294,13 +280,13 @@ class Run:
         if not isinstance(self.task, SingleLabel):
             need = "confusion() needs one class for each image; show() has the tables of this task"
             raise InputError(f"{self.path}: {need}")
-        found, picture = self._predictions, self.path / PICTURES[2]
+        found, picture = self._predictions, self.path / run_files.PICTURES[2]
         counts = confusion(found.predicted, found.labels, len(self.classes))
         return Confusion(counts=counts, classes=self.classes, picture=picture if picture.is_file() else None)
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
-        report = self.path / REPORT
+        report = self.path / run_files.REPORT
         if not report.is_file():
             raise InputError(f"{report}: there is no report; flatout report {self.path} draws it")
         if not in_notebook():
@@ -318,8 +304,8 @@ class Ensemble(Run):
 
     def __init__(self, path: str | Path, *, model: Any = None, allow_code: bool = False) -> None:
         self.path = Path(path)
-        folders = [self.path / FOLD.format(number) for number in range(1, self.recipe.data.folds + 1)]
-        for name in (self.path / SUMMARY, *(folder / WEIGHTS for folder in folders)):
+        folders = [self.path / run_files.FOLD.format(number) for number in range(1, self.recipe.data.folds + 1)]
+        for name in (self.path / run_files.SUMMARY, *(folder / run_files.WEIGHTS for folder in folders)):
             if not name.is_file():
                 resume = f"flatout train --resume --out {self.path}"
                 raise InputError(f"{self.path}: the cross-validation has not finished; continue with: {resume}")
@@ -363,6 +349,6 @@ def load(path: str | Path, *, model: Any = None, allow_code: bool = False) -> Ru
     """
     if str(path).startswith(SCHEME):
         path = download_run(str(path))
-    recipe = Path(path) / RECIPE
+    recipe = Path(path) / run_files.RECIPE
     data = load_recipe(recipe).data if recipe.is_file() else Data()
     return (Ensemble if data.folds and not data.fold else Run)(path, model=model, allow_code=allow_code)
