@@ -22,8 +22,9 @@ from torch import nn
 from flatout import __version__
 from flatout.data.batches import Split
 from flatout.engine.augment import tta_views
-from flatout.engine.pixels import FROM_16_BITS, view
+from flatout.engine.pixels import view
 from flatout.inference.evaluate import held_out, labelled
+from flatout.inference.predict import normalised
 from flatout.models.build import quiet
 from flatout.models.keras import KerasModule
 from flatout.utils.console import Console
@@ -70,7 +71,7 @@ def resize_matrix(
 
 
 class Resize(nn.Module):
-    """Resizes images of 8 or 16 bits [N, H, W, C] to integers in float32 [N, C, *size]; `mode` is `data.resize`."""
+    """Resizes images of 8 or 16 bits [N, H, W, C] to [N, *size, C]; `mode` is `data.resize`."""
 
     def __init__(self, size: tuple[int, int], mode: str, bits: int) -> None:
         super().__init__()
@@ -94,38 +95,27 @@ class Resize(nn.Module):
         narrow = images.permute(0, 3, 1, 2).float() @ across.T
         if self.bits == 8:  # each pass is rounded, as in 8-bit arithmetic
             narrow = torch.floor(narrow + 0.5)
-        return torch.floor(down @ narrow + 0.5)
+        return torch.floor(down @ narrow + 0.5).permute(0, 2, 3, 1).to(images.dtype)
 
 
 class ExportedModel(nn.Module):
     """A copy of a run's network with normalisation, the average over views, and the conversion of logits."""
 
-    scale: torch.Tensor
-    bias: torch.Tensor
-
     def __init__(self, run: "Run") -> None:
         super().__init__()
-        recipe = run.recipe
         if isinstance(run.model, KerasModule):
             raise InputError(f"{run.path}: trained a Keras model, which Keras saves: run.model.to_keras().save(FILE)")
-        self.network = copy.deepcopy(run.model).eval()
-        self.task, self.size = run.task, recipe.eval_sides
-        self.views = tta_views(recipe) if recipe.tta else []
-        mean, std = (torch.tensor(values).expand(recipe.channels) for values in (recipe.data.mean, recipe.data.std))
-        # A pixel p of 0..255 becomes p * scale + bias.
-        self.register_buffer("scale", (1 / (255 * std))[:, None, None])
-        self.register_buffer("bias", (-mean / std)[:, None, None])
+        self.network, self.recipe, self.task = copy.deepcopy(run.model).eval(), run.recipe, run.task
+        self.views = tta_views(run.recipe) if run.recipe.tta else []
 
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return probabilities [N, K] or numbers [N, 1] of pixels 0..255, float32 [N, C, H, W]."""
-        (rows, columns), (height, width) = self.size, pixels.shape[2:]
-        top, left = (height - rows) // 2, (width - columns) // 2
-        images = pixels[:, :, top : top + rows, left : left + columns] * self.scale + self.bias
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return probabilities [N, K] or numbers [N, 1] of images in the stored size and bits, [N, H, W, C]."""
+        x = normalised(self.recipe, images)
         # All views are one batch, so the file contains the network once.
-        views = [view(torch, images, *each) for each in self.views]
-        logits = self.network(torch.cat(views) if views else images).float()
+        views = [view(torch, x, *each) for each in self.views]
+        logits = self.network(torch.cat(views) if views else x).float()
         if views:
-            logits = self.task.averaged(logits.reshape(len(views), images.shape[0], *logits.shape[1:]))
+            logits = self.task.averaged(logits.reshape(len(views), x.shape[0], *logits.shape[1:]))
         return self.task.probabilities(logits)
 
 
@@ -140,10 +130,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the probabilities; in regression the numbers."""
-        pixels = self.resize(images)
-        if self.resize.bits == 16:
-            pixels = pixels * FROM_16_BITS
-        found = [member(pixels) for member in self.members]
+        resized = self.resize(images)
+        found = [member(resized) for member in self.members]
         return torch.stack(found).mean(dim=0) if len(found) > 1 else found[0]
 
 

@@ -231,30 +231,13 @@ def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any
 # --- the model card ---------------------------------------------------------------------------------------------------
 
 
-def _training(summary: JsonObject, epochs: int) -> str:
-    seconds, times = summary.get("train_seconds") or 0, summary.get("time_seconds") or {}
-    if folds := summary.get("folds"):
-        return f"{len(folds)} folds, {counted(epochs, 'epoch')} each, {duration(seconds)}"
-    if not epochs:
-        return f"a head on the network's features, {duration(sum(times.get(key) or 0 for key in ('features', 'head')))}"
-    return f"{counted(summary.get('epochs_trained') or 0, 'epoch')}, {duration(seconds)}"
-
-
 def _card(run: "Run", folder: Path, repository: str) -> str:
     """Return the text of README.md for the copy of a run in a folder."""
     recipe, summary = load_recipe(folder / RECIPE), run_files.read_summary(folder, {})
     metric = run.task.metric_names[0]
     split = next((name for name in ("test", "valid") if summary.get(f"{name}_{metric}") is not None), "")
     result = describe_metrics(split, summary).replace("valid ", "validation ", 1) if split else "it has not been tested"
-    machine, model = summary.get("machine") or {}, recipe.model
-    facts = {
-        "task": run.task.name,
-        "network": f"{model}, {summary.get('parameters') or 0:,} parameters",
-        "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
-        "data": recipe.data.path or recipe.job or "images given in Python",
-        "training": _training(summary, recipe.epochs),
-        "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
-    }
+    model = recipe.model
     load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
     if model.startswith("python:"):
         load = f", model={model.removeprefix('python:')}()"
@@ -267,10 +250,11 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
         front_matter,
         template_path=str(Path(__file__).with_name("card.md.j2")),
         cell=_cell,
+        counted=counted,
+        duration=duration,
         repository=repository,
         files=[path.name for path in folder.iterdir()],
         result=f"{result[0].upper()}{result[1:]}.",
-        facts=facts,
         split="held-out" if len(run.members) > 1 else {"valid": "validation"}.get(split, split),
         recipe=recipe,
         recipe_text=(folder / RECIPE).read_text(encoding="utf-8").strip(),

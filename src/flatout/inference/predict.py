@@ -402,7 +402,7 @@ def heatmaps_of(model: nn.Module, recipe: "Recipe", pixels_NHWC: np.ndarray, ans
         raise InputError("heatmaps need a torch network; this one is a Keras model")
     parts = []
     for start in range(0, len(pixels_NHWC), _EXPLAINED_AT_ONCE):
-        images = normalised(recipe, pixels_NHWC[start : start + _EXPLAINED_AT_ONCE])
+        images = normalised(recipe, torch.from_numpy(pixels_NHWC[start : start + _EXPLAINED_AT_ONCE]))
         wanted = None if answers is None else torch.from_numpy(answers[start : start + _EXPLAINED_AT_ONCE])
         found = layer_cam(model.eval(), images, lambda logits, wanted=wanted: _score(recipe.task, logits, wanted))
         if found is None:
@@ -411,11 +411,10 @@ def heatmaps_of(model: nn.Module, recipe: "Recipe", pixels_NHWC: np.ndarray, ans
     return np.concatenate(parts)
 
 
-def normalised(recipe: "Recipe", pixels_NHWC: np.ndarray) -> torch.Tensor:
+def normalised(recipe: "Recipe", pixels_NHWC: torch.Tensor) -> torch.Tensor:
     """Return the input of a recipe's model, float32 [N, C, H, W], for images in the stored size."""
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    images = torch.from_numpy(np.ascontiguousarray(pixels_NHWC))
-    return augment.apply(images, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
+    return augment.apply(pixels_NHWC, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
 
 
 def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> torch.Tensor:

@@ -235,7 +235,8 @@ class Run:
         results, seen = [], []
         with torch.no_grad(), self._network() as (model, features):
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
-                images = normalised(self.recipe, pixels_NHWC[start : start + self.recipe.batch_size])
+                stored = np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size])
+                images = normalised(self.recipe, torch.from_numpy(stored))
                 each = [model(pixels.view(torch, images, *view)) for view in views]
                 results.append((self.task.averaged(torch.stack(each)) if each else model(images)).float())
                 seen.append(features.take())
