@@ -48,20 +48,19 @@ def command(operands: str, flags: str, example: str, **changes: dict[str, Any]) 
 
 
 # Flags, and the recipe keys that they change.
-KEYS = {name: name for name in ("model", "epochs", "batch_size", "seed", "pretrained")}
+KEYS = {name: name for name in ("model", "epochs", "batch_size", "seed", "pretrained", "image_size", "weights")}
 KEYS |= {"lr": "optimizer.lr", "folds": "data.folds", "on_bad_image": "data.on_bad_image"}
 KEYS |= {"image_folder": "data.images", "class_file": "data.classes"}
 
 
 def changes_of(args: Namespace) -> dict[str, Any]:
     """Return the recipe keys that flags change; --set comes last."""
-    given = vars(args)
-    changes = {key: given[flag] for flag, key in KEYS.items() if given.get(flag) is not None}
-    if given.get("image_size") is not None:
+    changes = {key: value for flag, key in KEYS.items() if (value := getattr(args, flag, None)) is not None}
+    if "image_size" in changes:
         changes["image_size"] = size_of(args.image_size, "--image-size")
-    if given.get("weights") is not None:
+    if "weights" in changes:
         changes |= {"weights": str(args.weights), "pretrained": True}
-    if given.get("pretrained") is False:
+    if getattr(args, "pretrained", None) is False:
         changes |= {"pretrained": False, "weights": ""}
     return changes | dict(map(parse_setting, args.set))
 
@@ -189,8 +188,7 @@ def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
     from flatout.analysis.throughput import format_scale, scale
 
-    flags = picked(args, "devices out")
-    result = scale(args.job, args.data, changes_of(args), **flags, console=console)
+    result = scale(args.job, args.data, changes_of(args), **picked(args, "devices out"), console=console)
     return result, format_scale(result)
 
 
@@ -225,20 +223,20 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     from flatout.report.page import SET_COLUMNS, prediction_sets, trust
     from flatout.tasks import describe_metrics
 
-    run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
+    run = load(args.run, allow_code=args.allow_code)
     result = evaluate(run, args.data, **picked(args, "devices engine tta"), console=console)
     name = prefix_of(result["split"])
-    how = ", with test-time augmentation" if result["tta"] else ""
     # The mean of several models' probabilities has no loss.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
-    lines = [f"{describe_metrics(name, result)}{loss}{how}"]
+    lines = [f"{describe_metrics(name, result)}{loss}{', with test-time augmentation' if result['tta'] else ''}"]
     lines += [f"{about}: {value}" for about, value in trust(result, name)]
-    if sets := prediction_sets(result):
-        text = "{:.3f}".format
-        lines += aligned([SET_COLUMNS, *([text(x) if isinstance(x, float) else str(x) for x in row] for row in sets)])
+    tables = [[SET_COLUMNS, *sets]] if (sets := prediction_sets(result)) else []
     if result["task"] == "multi-label":
-        table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
-        lines += aligned([["class", *keys, "support"], *table])
+        keys = ("class", "precision", "recall", "f1")
+        rows = ([*(row[key] for key in keys), f"{row['support']:,}"] for row in result["per_class"])
+        tables.append([[*keys, "support"], *rows])
+    for table in tables:
+        lines += aligned([[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in table])
     return result, lines
 
 
@@ -299,8 +297,7 @@ def do_report(args: Namespace, console: Console) -> Output:
     from flatout.report.page import draw_all
 
     draw_all(Path(args.run))
-    path = str(Path(args.run) / "report.html")
-    return {"report": path}, [path]
+    return None, [str(Path(args.run) / "report.html")]
 
 
 @command("[DIR]", "--port", "board runs/")
@@ -359,11 +356,10 @@ def _check_labels(args: Namespace, console: Console) -> Output:
     from flatout.engine.factory import speeds_on
 
     check_free(args.out)
-    minutes = args.minutes
+    minutes, speeds = args.minutes, speeds_on(args.devices, engine_for(args.devices, args.engine))
     if minutes is not None and (args.job is not None or not minutes > 0):
         raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
     seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
-    speeds = speeds_on(args.devices, engine_for(args.devices, args.engine))
     recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
     if recipe.pretrained and minutes is not None:
         # Each fold computes the features of all images.
@@ -421,17 +417,16 @@ def do_cache(args: Namespace, console: Console) -> Output:
     """Show or clear the decoded and downloaded data."""
     from flatout.data.cache import cache_folder, entries, remove
 
-    shown, what = entries(), "entries"
+    found, what = entries(), "entries"
+    shown = [entry for entry in found if not args.clear or remove(entry.path)]
     if args.clear:
-        before = len(shown)
-        shown = [entry for entry in shown if remove(entry.path)]
-        kept = before - len(shown)
+        kept = len(found) - len(shown)
         what = f"entries removed, {kept} in use or not removable" if kept else "entries removed"
     rows = [(entry.size_bytes, f"{datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}") for entry in shown]
     rows.append((sum(size for size, _ in rows), f"in {len(shown)} {what}: {cache_folder()}"))
     lines = [f"{size / 1e6:10,.1f} MB  {about}" for size, about in rows]
-    found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
-    return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
+    listed = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
+    return {"folder": str(cache_folder()), "removed" if args.clear else "entries": listed}, lines
 
 
 def _reading(args: Namespace) -> Recipe:
@@ -457,7 +452,7 @@ def do_convert(args: Namespace, console: Console) -> Output:
     """Convert weights of another framework to a model's."""
     from flatout.models.convert.convert import Shape, convert, format_conversion
 
-    for flag, value in (("classes", args.classes), ("channels", args.channels)):
+    for flag, value in picked(args, "classes channels").items():
         if value is not None and value < 1:
             raise InputError(f"--{flag} {value}: must be at least 1")
     shape = Shape(args.classes, size_of(args.size) if args.size else None, args.channels)
@@ -487,5 +482,4 @@ def do_completion(args: Namespace, console: Console) -> Output:
     """Print the script that completes commands in your shell."""
     if args.shell not in SHELLS:
         raise InputError(f"flatout completion {args.shell}: {nearest(args.shell, SHELLS)}")
-    script = args.completion(args.shell)
-    return {"shell": args.shell, "script": script}, [script]
+    return None, [args.completion(args.shell)]

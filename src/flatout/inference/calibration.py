@@ -284,12 +284,11 @@ class Calibration:
         if len(labels) < MIN_IMAGES:
             return None
         temperature = fit_temperature(logits, labels)
-        distances = None if valid.features is None else valid.features[is_finite]
         return cls(
             temperature=temperature,
             set_thresholds=tuple(set_thresholds(logits / temperature, labels)),
             images=len(labels),
-            detector=OODDetector.fit(stats, logits, distances),
+            detector=OODDetector.fit(stats, logits, None if valid.features is None else valid.features[is_finite]),
         )
 
     @classmethod
@@ -306,8 +305,7 @@ class Calibration:
             if stats or len(centre) == 1:
                 detector = OODDetector(stats=stats, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
             else:
-                fix = "copy it from the original run folder"
-                remark = f"{path} is missing: unknown images are not recognised; {fix}"
+                remark = f"{path} is missing: unknown images are not recognised; copy it from the original run folder"
         return cls(
             temperature=float(metadata["temperature"]),
             set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
@@ -318,13 +316,13 @@ class Calibration:
 
     def metadata(self) -> dict[str, str]:
         """Return the numbers as metadata of the weights."""
-        detector, thresholds = self.detector, [round(value, 5) for value in self.set_thresholds]
+        thresholds = [round(value, 5) for value in self.set_thresholds]
         found = {
             "temperature": repr(self.temperature),
             "set_thresholds": json.dumps(thresholds, separators=(",", ":")),
             "calibration_images": str(self.images),
         }
-        if detector:
+        if detector := self.detector:
             found["unknown"] = json.dumps([detector.centre, detector.scale, detector.threshold])
         return found
 

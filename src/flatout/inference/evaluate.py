@@ -73,13 +73,14 @@ def _evaluate(
             cache_prefix=False,  # nothing is trained, so frozen layers do not matter
         )
         with contextlib.closing(built):
-            found = built.place(samples).evaluate(
-                tta=tta,
-                with_probabilities=True,
-                with_logits=calibration is not None,
-                keep_features=stats.distances if stats else None,
+            results.append(
+                built.place(samples).evaluate(
+                    tta=tta,
+                    with_probabilities=True,
+                    with_logits=calibration is not None,
+                    keep_features=stats.distances if stats else None,
+                )
             )
-            results.append(found)
             names = built.device_names
     name = prefix_of(split)
     loss, result = _joined([one.of_task(run.task) for one in results], own_parts=not other and split == "valid")
@@ -181,18 +182,16 @@ def compare(first: Path, second: Path) -> JsonObject:
     One class or several: McNemar's exact test of how many images only one run got right. Numbers: Wilcoxon's
     signed-rank test of the absolute errors.
     """
-    runs = (first, second)
     if first.resolve() == second.resolve():
         raise InputError(f"{first} and {second}: are the same run; name two")
-    files = [read_run(run) for run in runs]
-    saved: list[Predictions] = []
+    files, saved = [read_run(run) for run in (first, second)], list[Predictions]()
     for one in files:
         if one.predictions is None:
             raise InputError(f"{one.run}: has no predictions to compare. {one.missing.get(PREDICTIONS, '')}")
         saved.append(one.predictions)
     _check_same(files, saved)
     task, a = task_named(files[0].summary.get("task")), saved[0]
-    found = {"runs": [str(run) for run in runs], "task": task.name, "split": a.split, "count": len(a.labels)}
+    found = {"runs": [str(first), str(second)], "task": task.name, "split": a.split, "count": len(a.labels)}
     right = [task.is_right(one.predicted, one.labels) for one in saved]
     if right[0] is None or right[1] is None:
         errors = [np.abs(one.predicted.astype(np.float64) - one.labels) for one in saved]
@@ -220,8 +219,10 @@ def _check_same(files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None
     is_same_image = np.array_equal(a.labels, b.labels)
     if a.row is not None and b.row is not None:
         is_same_image &= np.array_equal(a.row, b.row)
-    if a.brightness is not None and b.brightness is not None:
-        is_same_image &= len(a.brightness) == len(b.brightness) and _look_alike(a.brightness, b.brightness)
+    if is_same_image and a.brightness is not None and b.brightness is not None:
+        both = a.brightness, b.brightness
+        with np.errstate(invalid="ignore"):  # images of one brightness have no correlation
+            is_same_image = np.allclose(*both, atol=1e-3) or np.corrcoef(*both)[0, 1] >= MIN_CORRELATION
     same = {key: files[0].summary.get(key) == files[1].summary.get(key) for key in ("task", "classes")}
     same |= {"split": a.split == b.split, f"{a.split} images": is_same_image}
     if different := [name for name, is_same in same.items() if not is_same]:
@@ -229,12 +230,6 @@ def _check_same(files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None
             f"{files[0].run} and {files[1].run}: cannot be compared: not the same {', '.join(different)}; compare runs "
             "with the same test data, and the same seed if it is split off"
         )
-
-
-def _look_alike(a: np.ndarray, b: np.ndarray) -> bool:
-    if np.allclose(a, b, atol=1e-3):
-        return True
-    return bool(a.std() > 0 and b.std() > 0 and np.corrcoef(a, b)[0, 1] >= MIN_CORRELATION)
 
 
 def format_comparison(result: JsonObject) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,8 @@ from flatout.engine import augment, pixels
 from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, MIN_IMAGES, set_threshold
 from flatout.models.keras import KerasModule
 from flatout.report.pictures import overlaid
-from flatout.utils.errors import DiskFull, InputError
-from flatout.utils.files import NO_SPACE, check_free, default_folder, make_folder, write_atomically
+from flatout.utils.errors import InputError
+from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import JsonObject, visible
 
 if TYPE_CHECKING:
@@ -202,14 +202,11 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
     columns = ["file", *columns, "unknown", "set", "explanation", "error"]
     if path.exists():
         raise InputError(f"{path}: exists; choose another --csv, or remove it")
-    # Wrong arguments are reported before there is a file.
-    predictions = iter(predictions)
-    first = list(islice(predictions, 1))
     try:
         with path.open("x", newline="", encoding="utf-8", errors="backslashreplace") as file:
             table = csv.DictWriter(file, columns, extrasaction="ignore")
             table.writeheader()
-            for one in chain(first, predictions):
+            for one in predictions:
                 table.writerow(_row(one))
                 counts["images"] += 1
                 counts["unreadable"] += one.error is not None
@@ -217,10 +214,8 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
         path.unlink()
         raise
     except OSError as error:
-        message = f"{path}: cannot be written: {error.strerror}"
-        if error.errno in NO_SPACE:
-            raise DiskFull(f"{message}; free disk space") from None
-        raise InputError(f"{message}; choose another --csv") from None
+        fix = "free disk space, or choose another --csv"
+        raise InputError(f"{path}: cannot be written: {error.strerror}; {fix}") from None
     return counts
 
 
