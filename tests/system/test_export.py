@@ -131,7 +131,7 @@ def test_images_are_resized_as_in_a_pack(resize: str, bits: int) -> None:
         for size in ((28, 28), (20, 45)):
             target: dict[str, Any] = {"size": size, "channels": shape[-1], "resize": resize, "bits": bits}
             expected = resize_images(images, **target).astype(np.int64)
-            found = export.Resize(size, resize, bits)(torch.from_numpy(images)).numpy()
+            found = export.Resize(size, resize)(torch.from_numpy(images)).numpy()
             assert np.abs(found - expected).max() <= 1, (shape, size)
             if shape[:2] == size:
                 assert np.array_equal(found, images)

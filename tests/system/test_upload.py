@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path) -> flatout.Run:
+def run(home: Path, one_picture_in_module: None) -> flatout.Run:
     """Train on pictures in a folder whose name has a space; one of them cannot be read."""
     rng = np.random.default_rng(0)
     for index in range(240):
@@ -51,14 +51,7 @@ def run(home: Path) -> flatout.Run:
     (home / "my photos" / "angular" / "torn.png").write_bytes(b"\x89PNG")
     options: dict[str, Any] = {"image_size": 16, "channels": 1, "epochs": 2, "batch_size": 32, "lr": 0.01}
     options |= {"out": home / "runs" / "shapes", "devices": "cpu", "quiet": True, "on_bad_image": "skip"}
-
-    def draw(run: Path) -> None:
-        for name in PICTURES:
-            Image.new("L", (3, 2)).save(run / name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", draw)
-        return flatout.fit("parallel-cnn", home / "my photos", **options)
+    return flatout.fit("parallel-cnn", home / "my photos", **options)
 
 
 @pytest.fixture
@@ -130,8 +123,7 @@ def test_what_is_published_answers_as_the_run_does(
 
 
 def test_nothing_names_the_computer_a_file_or_a_secret(run: flatout.Run, home: Path, hub: Hub, tmp_path: Path) -> None:
-    copy = tmp_path / "shapes"
-    shutil.copytree(run.path, copy)
+    copy = shutil.copytree(run.path, tmp_path / "shapes")
     recipe = (copy / "recipe.toml").read_text()
     assert str(home) in recipe
     (copy / "recipe.toml").write_text(recipe.replace('model = "parallel-cnn"', f'model = "{home}/nets.py:Net"'))
@@ -240,8 +232,7 @@ def test_no_token_no_network_no_cache(
 
 
 def test_addresses_and_runs_that_are_refused(run: flatout.Run, hub: Hub, assert_refused: Any, tmp_path: Path) -> None:
-    copy = tmp_path / "shapes"
-    shutil.copytree(run.path, copy)
+    copy = shutil.copytree(run.path, tmp_path / "shapes")
     (copy / "summary.json").unlink()
     hub.repositories["ann/other"] = Repository()
     for words, expected in (

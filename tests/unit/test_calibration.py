@@ -189,10 +189,7 @@ def test_two_runs_are_compared(digits: Path, command: Command, tmp_path: Path) -
     assert found["only_right"] == [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     assert found["values"] == pytest.approx([one.mean() for one in right])
     assert found["differ"] == (found["p_value"] < 0.05)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("recipe.toml", "summary.json", "metrics.jsonl"):
-        (other / name).write_bytes((digits / "first" / name).read_bytes())
+    other = shutil.copytree(first, tmp_path / "other", ignore=shutil.ignore_patterns("predictions.npz"))
     with np.load(Path(first) / "predictions.npz") as saved:
         content: dict[str, Any] = dict(saved)
     assert "has no predictions to compare" in command("compare", first, other, code=2)
@@ -224,15 +221,13 @@ def test_without_validation_images_a_note_says_what_is_missing(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_small_pictures(monkeypatch)
-    rng = np.random.default_rng(0)
-    images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
+    images, labels = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
     settings = {"data.valid_fraction": 0.0, "epochs": 1, "batch_size": 20, "devices": "cpu", "out": tmp_path / "run"}
     run = flatout.fit("parallel-cnn", (images, labels), **settings)
     assert run.calibration is None
     assert run.summary["trust"] is None
     notes = "\n".join(run.summary["notes"])
     assert "no validation images: probabilities are not calibrated" in notes
-    assert (
-        "at least 20 are needed: --set data.valid_fraction=0.56 takes" in notes
-    )  # of the 36 that are not for the test
+    # Of the 36 that are not for the test.
+    assert "at least 20 are needed: --set data.valid_fraction=0.56 takes" in notes
     assert "has no prediction sets" in command("predict", run.path, "x.png", "--coverage", "0.9", code=2)

@@ -27,18 +27,14 @@ from tests.conftest import Command
     ],
 )
 def test_operands_are_given_by_position_or_by_name(words: str) -> None:
-    args = parse(words.split())
-    assert (args.run, args.data, args.json) == ("runs/a", "photos", True)
+    args = parse([*words.split(), "--devices", "AUTO"])
+    assert (args.run, args.data, args.json, args.devices) == ("runs/a", "photos", True, "auto")
 
 
 @pytest.mark.parametrize("words", ["a --json -- -x.jpg", "--json -- a -x.jpg", "--json a -- -x.jpg"])
 def test_names_after_two_dashes_may_begin_with_one(words: str) -> None:
     args = parse(["predict", *words.split()])
     assert (args.run, args.files, args.json) == ("a", ["-x.jpg"], True)
-
-
-def test_the_case_of_devices_does_not_matter() -> None:
-    assert parse(["train", "--devices", "AUTO"]).devices == "auto"
 
 
 def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:
@@ -138,27 +134,23 @@ def test_the_folder_beside_is_suggested(tmp_path: Path, monkeypatch: pytest.Monk
 def test_printed_json_has_null_for_a_value_that_is_not_a_number(
     monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    def evaluate(*arguments: object) -> tuple[dict[str, float], list[str]]:
-        """Return the result of a model that has diverged."""
-        return {"test_loss": math.nan}, []
-
-    monkeypatch.setitem(COMMANDS, "evaluate", replace(COMMANDS["evaluate"], do=evaluate))
+    diverged = replace(COMMANDS["evaluate"], do=lambda args, console: ({"test_loss": math.nan}, []))
+    monkeypatch.setitem(COMMANDS, "evaluate", diverged)
     printed = command("evaluate", "runs/a", "--json")
     assert json.loads(printed, parse_constant=pytest.fail) == {"test_loss": None}
 
 
 def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
-    (tmp_path / "downloads").mkdir()
-    (tmp_path / "downloads" / "photos.zip").write_bytes(bytes(2_000_000))
     mine = [tmp_path / "photos" / "1.jpg", tmp_path / "weights" / "resnet50.safetensors"]
-    for file in mine:
+    for file in (*mine, download := tmp_path / "downloads" / "photos.zip"):
         file.parent.mkdir()
         file.touch()
+    download.write_bytes(bytes(2_000_000))
     assert "2.0 MB" in command("cache")
     assert [entry["bytes"] for entry in json.loads(command("cache", "--json"))["entries"]] == [2_000_000]
     assert "in 1 entries removed" in command("cache", "--clear")
-    assert not list((tmp_path / "downloads").iterdir())
+    assert not download.exists()
     assert all(file.is_file() for file in mine)
 
 

@@ -226,10 +226,9 @@ def _check_same(files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None
     same = {key: files[0].summary.get(key) == files[1].summary.get(key) for key in ("task", "classes")}
     same |= {"split": a.split == b.split, f"{a.split} images": is_same_image}
     if different := [name for name, is_same in same.items() if not is_same]:
-        raise InputError(
-            f"{files[0].run} and {files[1].run}: cannot be compared: not the same {', '.join(different)}; compare runs "
-            "with the same test data, and the same seed if it is split off"
-        )
+        fix = "compare runs with the same test data, and the same seed if it is split off"
+        what = f"not the same {', '.join(different)}"
+        raise InputError(f"{files[0].run} and {files[1].run}: cannot be compared: {what}; {fix}")
 
 
 def format_comparison(result: JsonObject) -> list[str]:

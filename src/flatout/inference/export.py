@@ -53,47 +53,45 @@ _AT_ONCE = 64
 # --- from images to probabilities -------------------------------------------------------------------------------------
 
 
-def resize_matrix(
-    size: int, offset: torch.Tensor, used: torch.Tensor, filled: torch.Tensor, pixels: torch.Tensor
-) -> torch.Tensor:
-    """Return the weights float32 [size, pixels] of a bilinear, antialiased resize along one axis.
+def resize_matrix(size: int, whole: torch.Tensor, used: torch.Tensor, filled: torch.Tensor, x: torch.Tensor) -> Any:
+    """Return the weights float32 [size, len(x)] of a bilinear, antialiased resize along one axis.
 
-    Of the image's positions `pixels`, the `used` ones from `offset` on are resized to the centred `filled` ones of the
-    result; zeros are around it.
+    Of the `whole` axis with positions `x`, the `used` ones in the middle are resized to the `filled` ones in the middle
+    of the result; zeros are around it.
     """
+    offset, scale = torch.floor((whole - used) / 2), used / filled
     rows = torch.arange(size, dtype=torch.float32)[:, None] - torch.floor((size - filled) / 2)
-    scale = used / filled
     centre = (rows + 0.5) * scale - 0.5
-    weights = (1 - (pixels - offset - centre).abs() / scale.clamp(min=1)).clamp(min=0)
-    weights = weights * ((pixels >= offset) & (pixels < offset + used))
+    weights = (1 - (x - offset - centre).abs() / scale.clamp(min=1)).clamp(min=0)
+    weights = weights * ((x >= offset) & (x < offset + used))
     weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-6)
     return weights * ((rows >= 0) & (rows < filled))
 
 
 class Resize(nn.Module):
-    """Resizes images of 8 or 16 bits [N, H, W, C] to [N, *size, C]; `mode` is `data.resize`."""
+    """Resizes images uint8 or uint16 [N, H, W, C] to [N, *size, C]; `mode` is `data.resize`."""
 
-    def __init__(self, size: tuple[int, int], mode: str, bits: int) -> None:
+    def __init__(self, size: tuple[int, int], mode: str) -> None:
         super().__init__()
-        self.size, self.mode, self.bits = size, mode, bits
+        self.size, self.mode = size, mode
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the resized images."""
         (rows, columns), (height, width) = self.size, images.shape[1:3]
         y, x = (torch.arange(length, dtype=torch.float32) for length in (height, width))
-        used_y, used_x = (torch.full((), length, dtype=torch.float32) for length in (height, width))
-        all_y, all_x, filled_y, filled_x = used_y, used_x, used_y * 0 + rows, used_x * 0 + columns
-        is_wide = used_y * columns <= used_x * rows
+        all_y, all_x = (torch.full((), length, dtype=torch.float32) for length in (height, width))
+        used_y, used_x, filled_y, filled_x = all_y, all_x, all_y * 0 + rows, all_x * 0 + columns
+        is_wide = all_y * columns <= all_x * rows
         if self.mode == "crop":
             used_y = torch.where(is_wide, all_y, (all_x * rows / columns).round().clamp(min=1))
             used_x = torch.where(is_wide, (all_y * columns / rows).round().clamp(min=1), all_x)
         elif self.mode == "pad":
             filled_y = torch.where(is_wide, (columns * all_y / all_x).round().clamp(min=1), filled_y)
             filled_x = torch.where(is_wide, filled_x, (rows * all_x / all_y).round().clamp(min=1))
-        across = resize_matrix(columns, torch.floor((all_x - used_x) / 2), used_x, filled_x, x)
-        down = resize_matrix(rows, torch.floor((all_y - used_y) / 2), used_y, filled_y, y)
+        across = resize_matrix(columns, all_x, used_x, filled_x, x)
+        down = resize_matrix(rows, all_y, used_y, filled_y, y)
         narrow = images.permute(0, 3, 1, 2).float() @ across.T
-        if self.bits == 8:  # each pass is rounded, as in 8-bit arithmetic
+        if images.dtype == torch.uint8:  # each pass is rounded, as in 8-bit arithmetic
             narrow = torch.floor(narrow + 0.5)
         return torch.floor(down @ narrow + 0.5).permute(0, 2, 3, 1).to(images.dtype)
 
@@ -124,7 +122,7 @@ class Classifier(nn.Module):
 
     def __init__(self, run: "Run") -> None:
         super().__init__()
-        self.resize = Resize(run.recipe.stored_sides, run.recipe.data.resize, run.recipe.data.bits or 8)
+        self.resize = Resize(run.recipe.stored_sides, run.recipe.data.resize)
         self.members = nn.ModuleList(ExportedModel(member) for member in run.members)
         self.eval().requires_grad_(False)
 
@@ -171,7 +169,7 @@ def write_onnx(run: "Run", path: Path) -> Predict:
     size = sum(tensor.nbytes for tensor in classifier.state_dict().values())
     if size > MAX_BYTES:
         raise InputError(f"{run.path}: has {size / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB")
-    dtype = torch.uint16 if classifier.resize.bits == 16 else torch.uint8
+    dtype = torch.uint16 if run.recipe.data.bits == 16 else torch.uint8
     # The lengths of the axes are distinct, and none would specialise the program.
     rows, columns = run.recipe.stored_sides
     images = torch.zeros(2, rows + 5, columns + 11, run.recipe.channels, dtype=dtype)

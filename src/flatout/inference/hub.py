@@ -62,7 +62,8 @@ def download_run(url: str) -> Path:
 def _reason(error: BaseException) -> str:
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in causes(error)):
         return "HF_HUB_OFFLINE is set, so that only runs in the Hugging Face cache can be used; unset it"
-    status = _status_of(error)
+    responses = (getattr(each, "response", None) for each in causes(error))
+    status = next((response.status_code for response in responses if response is not None), None)
     if status in (401, 403):
         return (
             f"access is denied (HTTP {status}): check the name, and run hf auth login or set HF_TOKEN to a token with "
@@ -76,11 +77,6 @@ def _reason(error: BaseException) -> str:
         f"the hub did not answer ({first_line(causes(error)[-1])}); check the network and HF_ENDPOINT, and run the "
         "command again"
     )
-
-
-def _status_of(error: BaseException) -> int | None:
-    responses = (getattr(each, "response", None) for each in causes(error))
-    return next((response.status_code for response in responses if response is not None), None)
 
 
 # --- upload -----------------------------------------------------------------------------------------------------------
@@ -99,9 +95,8 @@ def upload(run: "Run", url: str, *, private: bool = False, overwrite: bool = Fal
     if revision is not None:
         raise InputError(f"{url}: a revision cannot be given here; uploads go to the main branch")
     if not (run.path / SUMMARY).is_file():
-        raise InputError(
-            f"{run.path}: the run has not finished; continue it with: flatout train --resume --out {run.path}"
-        )
+        resume = f"flatout train --resume --out {run.path}"
+        raise InputError(f"{run.path}: the run has not finished; continue it with: {resume}")
     with tempfile.TemporaryDirectory(prefix="flatout-upload-") as temporary:
         folder = Path(temporary) / run.path.resolve().name
         copy_run(run, folder)

@@ -173,17 +173,12 @@ def _answers(
 def _check_coverage(run: "Run", coverage: float) -> None:
     flag = f"--coverage {coverage:g}"
     if run.calibration is None:
-        raise InputError(
-            f"{flag}: {run.path} has no prediction sets: they need one class for each image, and one run with at least "
-            f"{MIN_IMAGES} validation images"
-        )
-    thresholds = run.calibration.set_thresholds
+        need = f"one class for each image, and one run with at least {MIN_IMAGES} validation images"
+        raise InputError(f"{flag}: {run.path} has no prediction sets: they need {need}")
+    thresholds, images = run.calibration.set_thresholds, f"the {run.calibration.images:,} validation images"
     if set_threshold(thresholds, coverage) is None:
         highest = MIN_COVERAGE + (len(thresholds) - 1) / COVERAGE_STEPS
-        raise InputError(
-            f"{flag}: must be from {MIN_COVERAGE} to {highest:g}, the highest for the {run.calibration.images:,} "
-            f"validation images of {run.path}"
-        )
+        raise InputError(f"{flag}: must be from {MIN_COVERAGE} to {highest:g}, the highest for {images} of {run.path}")
 
 
 # --- a table ----------------------------------------------------------------------------------------------------------
@@ -414,11 +409,10 @@ def normalised(recipe: "Recipe", pixels_NHWC: torch.Tensor) -> torch.Tensor:
 
 def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> torch.Tensor:
     """Return the logit of each image's class; for a single logit, its value or its negative."""
+    if task == "regression":
+        return logits[:, 0]
     if logits.shape[1] == 1:
-        if task == "regression":
-            return logits[:, 0]
-        is_first = logits[:, 0] < 0 if answers is None else answers == 0
-        return logits[:, 0].where(~is_first, -logits[:, 0])
+        logits = torch.cat([-logits, logits], dim=1)
     return logits.gather(1, (logits.argmax(dim=1) if answers is None else answers)[:, None])[:, 0]
 
 
