@@ -78,7 +78,7 @@ _OPERANDS = {
     "RUN": "the run folder",
     "URL": "its new address, hf://USER/NAME",
     "OTHER": "the run folder to compare it with",
-    "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
+    "DATA": _FLAGS["--data"]["help"],
     "FILE": "image files, or folders of them",
     "SHELL": "bash, zsh or fish",
     "DIR": "the folder that holds the runs (runs)",
@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args, extra = parser.parse_known_args(given[:end])
     command, subparser = COMMANDS[args.command], subparsers[args.command]
     usage = subparser.format_usage().strip()
-    for flag in (word.partition("=")[0] for word in extra if word.startswith("-")):
+    if flag := next((word.partition("=")[0] for word in extra if word.startswith("-")), ""):
         words = [word for word in subparser._option_string_actions if word.startswith("--")]
         subparser.error(f"there is no flag {flag}; {nearest(flag, words)}")
     if any(re.fullmatch("(--[a-z-]+=)?", word) for word in given):

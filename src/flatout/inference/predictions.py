@@ -122,12 +122,11 @@ def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
         return None
     if found.files is None or found.path is None:
         return None
-    files = [printable(file) for file in found.files]
-    kept = ~np.isin(np.arange(len(files)), list(pack.skipped_rows))
+    kept = np.flatnonzero(~np.isin(np.arange(len(found.files)), list(pack.skipped_rows)))
     if not np.array_equal(found.labels[kept], pack.labels):
         return None
     folder = f"{found.path if found.path.is_dir() else found.path.parent}{os.sep}"
-    return [file.removeprefix(folder) for file, is_kept in zip(files, kept.tolist(), strict=True) if is_kept]
+    return [printable(found.files[row]).removeprefix(folder) for row in kept.tolist()]
 
 
 def write_splits(
