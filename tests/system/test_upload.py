@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path, one_picture_in_module: None) -> flatout.Run:
+def run(home: Path) -> flatout.Run:
     """Train on pictures in a folder whose name has a space; one of them cannot be read."""
     rng = np.random.default_rng(0)
     for index in range(240):
@@ -51,7 +51,14 @@ def run(home: Path, one_picture_in_module: None) -> flatout.Run:
     (home / "my photos" / "angular" / "torn.png").write_bytes(b"\x89PNG")
     options: dict[str, Any] = {"image_size": 16, "channels": 1, "epochs": 2, "batch_size": 32, "lr": 0.01}
     options |= {"out": home / "runs" / "shapes", "devices": "cpu", "quiet": True, "on_bad_image": "skip"}
-    return flatout.fit("parallel-cnn", home / "my photos", **options)
+
+    def draw(run: Path) -> None:
+        for name in PICTURES:
+            Image.new("L", (3, 2)).save(run / name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", draw)
+        return flatout.fit("parallel-cnn", home / "my photos", **options)
 
 
 @pytest.fixture

@@ -134,8 +134,11 @@ def test_the_folder_beside_is_suggested(tmp_path: Path, monkeypatch: pytest.Monk
 def test_printed_json_has_null_for_a_value_that_is_not_a_number(
     monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    diverged = replace(COMMANDS["evaluate"], do=lambda args, console: ({"test_loss": math.nan}, []))
-    monkeypatch.setitem(COMMANDS, "evaluate", diverged)
+    def evaluate(*arguments: object) -> tuple[dict[str, float], list[str]]:
+        """Return the result of a model that has diverged."""
+        return {"test_loss": math.nan}, []
+
+    monkeypatch.setitem(COMMANDS, "evaluate", replace(COMMANDS["evaluate"], do=evaluate))
     printed = command("evaluate", "runs/a", "--json")
     assert json.loads(printed, parse_constant=pytest.fail) == {"test_loss": None}
 
