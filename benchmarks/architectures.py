@@ -53,7 +53,7 @@ from flatout.models.layers import head_modules
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import load_exactly, read_weights, save_tensors
 from flatout.train.loop import LoopHooks, TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
 

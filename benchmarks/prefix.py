@@ -24,8 +24,9 @@ from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import LoopHooks, TrainingLoop
-from flatout.train.progress import EpochRecord, Progress
+from flatout.train.request import Progress
 from flatout.utils.console import Console
+from flatout.utils.run_files import JsonObject
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = LoopHooks()
@@ -45,9 +46,7 @@ def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str
     return pack, splits_of(pack, recipe.data, recipe.seed)
 
 
-def run(
-    recipe: Recipe, splits: dict[str, Split], classes: int, device: str, *, cache_prefix: bool
-) -> list[EpochRecord]:
+def run(recipe: Recipe, splits: dict[str, Split], classes: int, device: str, *, cache_prefix: bool) -> list[JsonObject]:
     """Train a fresh model and return the record of every epoch."""
     model = build_model(recipe, classes)
     engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
@@ -71,18 +70,18 @@ def main() -> None:
         recipe = recipe.override({"image_size": args.image_size})
     console = Console(sys.stderr)
     pack, splits = load(recipe, args.data, console)
-    cached: list[list[EpochRecord]] = []
-    uncached: list[list[EpochRecord]] = []
+    cached: list[list[JsonObject]] = []
+    uncached: list[list[JsonObject]] = []
     for repeat in range(1, args.repeats + 1):
         for runs, epochs, name in ((uncached, UNCACHED_EPOCHS, "without"), (cached, CACHED_EPOCHS, "with")):
             with_epochs = recipe.override({"epochs": epochs})
             runs.append(run(with_epochs, splits, len(pack.classes), args.device, cache_prefix=runs is cached))
-            shown = ", ".join(f"{record.seconds:.1f}" for record in runs[-1])
+            shown = ", ".join(f"{record['seconds']:.1f}" for record in runs[-1])
             console.note(f"repeat {repeat}, {name} the cache: epochs of {shown} s")
     console.close()
 
-    def seconds(runs: list[list[EpochRecord]]) -> list[list[float]]:
-        return [[record.seconds for record in history] for history in runs]
+    def seconds(runs: list[list[JsonObject]]) -> list[list[float]]:
+        return [[record["seconds"] for record in history] for history in runs]
 
     def ratio(epoch: int) -> float:
         return median_ratio([run[-1] for run in seconds(uncached)], [run[epoch - 1] for run in seconds(cached)])
@@ -96,8 +95,8 @@ def main() -> None:
         "batch_size": recipe.batch_size,
         "epoch_seconds_with_cache": seconds(cached),
         "epoch_seconds_without_cache": seconds(uncached),
-        "train_losses_with_cache": [record.train_loss for record in cached[0]],
-        "train_losses_without_cache": [record.train_loss for record in uncached[0]],
+        "train_losses_with_cache": [record["train_loss"] for record in cached[0]],
+        "train_losses_without_cache": [record["train_loss"] for record in uncached[0]],
         "first_epoch_times_faster": ratio(1),
         "third_epoch_times_faster": ratio(CACHED_EPOCHS),
     }

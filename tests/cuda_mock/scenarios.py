@@ -34,7 +34,7 @@ from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.errors import RankLost
 from tests.cuda_mock import device, plain
 from tests.cuda_mock.kernels import Kernels

@@ -11,7 +11,7 @@ from flatout.distributed.world import World
 from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 
 SIMULATED = 8
 

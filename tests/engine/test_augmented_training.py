@@ -11,7 +11,7 @@ from flatout.data.batches import epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import CPU
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
@@ -53,7 +53,7 @@ def test_classes_of_weight_0_train_nothing_and_are_counted(engine: str) -> None:
     expected = plain_loop(norm_net(), samples, recipe, class_weights=torch.tensor(weights))
     made = make_engine(engine, norm_net(), recipe, class_weights=np.array(weights, np.float32))
     train(made, recipe, samples, progress=(progress := Progress()))
-    assert [record.images for record in progress.history] == [len(samples)] * recipe.epochs
+    assert [record["images"] for record in progress.history] == [len(samples)] * recipe.epochs
     assert_close(
         {k.removeprefix("model."): v for k, v in made.state().items() if k.startswith("model.")}, expected.state
     )

@@ -15,7 +15,7 @@ from flatout.config import Recipe
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from tests.engine.odd_nets import (
     Chooses,
     Deep,
@@ -110,7 +110,7 @@ def train_case(world: World, case: Case) -> Trained:
     engine.close()
     record = progress.history[0]
     parameters = [p.detach().clone() for p in net.parameters()]
-    return Trained(state=state, parameters=parameters, loss=record.train_loss, images=record.images)
+    return Trained(state=state, parameters=parameters, loss=record["train_loss"], images=record["images"])
 
 
 # --- beside the weights -----------------------------------------------------------------------------------------------

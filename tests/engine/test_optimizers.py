@@ -18,7 +18,7 @@ from flatout.config import Optimizer, Recipe
 from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.engine.torch.engine import TorchEngine
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import plain_loop

@@ -18,7 +18,7 @@ from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.engine.torch.fsdp import shard
 from flatout.train.loop import TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.errors import InputError
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import on_ranks

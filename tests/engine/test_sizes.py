@@ -12,7 +12,7 @@ import flatout
 from flatout.distributed.world import World
 from flatout.models.weights import read_weights
 from flatout.train.loop import TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop

@@ -11,7 +11,7 @@ from flatout.config import Recipe
 from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.tasks import task_of
-from flatout.train.progress import Progress
+from flatout.train.request import Progress, metrics_of
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import normalised, plain_loop
 from tests.engine.ranks import on_ranks
@@ -52,7 +52,7 @@ def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dic
     made.close()
     return {
         "weights": {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")},
-        "train": progress.history[-1].metrics,
+        "train": metrics_of(progress.history[-1], "train"),
         "loss": result.loss,
         "predicted": result.predicted,
         "probabilities": result.probabilities,

@@ -15,7 +15,7 @@ from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.xla.program import DeviceBatch
 from flatout.train.loop import TrainingLoop
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine, train
 from tests.engine.plain_loop import plain_loop

@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from flatout.analysis import board
 from flatout.analysis.board import RunStore
 from flatout.train import monitor
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.utils import run_files
 from tests.unit.runs import epoch_line, write_run
 

@@ -14,7 +14,7 @@ from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, TrainingLoop
-from flatout.train.progress import EpochRecord, Progress
+from flatout.train.request import Progress
 from flatout.utils.run_files import read_run
 from tests.conftest import Command
 from tests.system.run_files import metrics, summary, weights, write_digits
@@ -103,25 +103,11 @@ def test_after_a_fitted_head_a_lower_loss_counts_within_a_standard_error(
     samples = Split(images=pixels, rows=np.arange(40), labels=labels)
     placed = {name: engine.place(samples) for name in ("train", "valid")}
     placed["train"].compile()
-    progress = Progress(head=record_of_head(head))
+    progress = Progress(head={"valid_accuracy": head, "valid_loss": 1.0})
     TrainingLoop(engine, World(), recipe, placed, progress, LoopHooks()).run()
-    assert [line.metrics["valid_accuracy"] for line in progress.history] == pytest.approx([0.925, accuracy])
-    assert progress.history[1].metrics["valid_loss"] < progress.history[0].metrics["valid_loss"]
+    assert [line["valid_accuracy"] for line in progress.history] == pytest.approx([0.925, accuracy])
+    assert progress.history[1]["valid_loss"] < progress.history[0]["valid_loss"]
     assert progress.best_epoch == kept
-
-
-def record_of_head(accuracy: float) -> EpochRecord:
-    figures = {"valid_accuracy": accuracy, "valid_loss": 1.0}
-    return EpochRecord(
-        epoch=0,
-        step=0,
-        learning_rate=0.0,
-        train_loss=1.0,
-        images=40,
-        seconds=1.0,
-        images_per_second=40.0,
-        metrics=figures,
-    )
 
 
 def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, command: Command) -> None:

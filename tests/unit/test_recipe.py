@@ -8,13 +8,13 @@ import flatout
 from flatout.config import Recipe, from_dict, known_keys, load_recipe
 from flatout.config.jobs import load_job
 from flatout.config.settings import parse_setting
-from flatout.train.progress import Progress
+from flatout.train.request import Progress
 from flatout.train.run_dir import Checkpoint
 from flatout.utils.errors import InputError
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 FACTS = {"classes": ["a", "b"]}
-START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data=FACTS)
+START = Checkpoint(tensors={}, progress=Progress(), recipe=BASE, data=FACTS)
 
 
 PUBLISHED = {

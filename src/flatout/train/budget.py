@@ -18,8 +18,7 @@ from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.torch.accelerator import BF16_WORTH
 from flatout.inference.calibration import TRAINING_IMAGES
 from flatout.train.photo_plan import MAX_FINE_TUNING
-from flatout.train.progress import Progress
-from flatout.train.request import TrainContext
+from flatout.train.request import Progress, TrainContext
 from flatout.train.run_dir import write_recipe
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError
@@ -179,7 +178,7 @@ def _measure(context: TrainContext, seconds: float) -> Rates:
         each_image = KEEPING_FACTOR * watched / len(held_out[name].samples) / (views if stage else 1)
         if stage and not stage.placed:
             # With cached output, an evaluation is faster than the features were.
-            each_image = 1 / stage.record.images_per_second
+            each_image = 1 / stage.record["images_per_second"]
         evaluated = images * each_image
         if stage and stage.placed and "valid" in stage.fitted_splits:
             # The head is fitted once more, to these images alone.

@@ -25,8 +25,7 @@ from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS, Js
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.train.progress import Progress
-    from flatout.train.request import TrainContext
+    from flatout.train.request import Progress, TrainContext
 
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb")

@@ -26,8 +26,7 @@ from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
 from flatout.train.head import HeadStage, refit_to_validation
-from flatout.train.progress import Progress
-from flatout.train.request import Ended, TrainContext
+from flatout.train.request import Ended, Progress, TrainContext
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
@@ -155,7 +154,7 @@ def _write(
         )
         scores = scores_of(shown, kept, classes, found)
     summary: JsonObject = _summary(context, progress, evaluations, ended) | memory | scores
-    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
+    summary["verdict"] = verdict(summary, progress.records, context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
     if context.options.report:
@@ -206,8 +205,7 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
     if head and not progress.history:
         # The run has trained the head's parameters only.
         trained_parameters = head.fitted.weight.size + head.fitted.bias.size * head.head.has_bias
-    figures: JsonObject = {"train_loss": record.train_loss if record else None}
-    figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
+    figures: JsonObject = {key: record and record[key] for key in ("train_loss", f"train_{task.step_metric}")}
     for name in ("valid", "test"):
         found: JsonObject = dict.fromkeys(("loss", *task.metric_names, "count"))
         if name in results:

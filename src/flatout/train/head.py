@@ -30,10 +30,10 @@ from flatout.inference.calibration import FeatureStats, both_logits, fit_tempera
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
 from flatout.tasks import Task, task_of
-from flatout.train.progress import EpochRecord
-from flatout.train.request import TrainContext
+from flatout.train.request import TrainContext, metrics_of
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores
+from flatout.utils.run_files import JsonObject
 
 # Splits whose labels the head may see. In a cross-validation, the fold is held out completely.
 FITTED = ("train", "valid")
@@ -322,7 +322,7 @@ class HeadStage:
         )
 
     @functools.cached_property
-    def record(self) -> EpochRecord:
+    def record(self) -> JsonObject:
         """The line of metrics.jsonl: epoch 0."""
         task, logits = self.task, self._logits("train", self.fitted)
         targets = torch.from_numpy(task.targets(self.labels["train"]))
@@ -332,25 +332,25 @@ class HeadStage:
             found = self.evaluation(watched, task)
             metrics |= {f"{watched}_{key}": value for key, value in {"loss": found.loss, **found.metrics}.items()}
         images = sum(map(len, self.labels.values())) * len(self.features["train"])
-        return EpochRecord(
-            epoch=0,
-            step=0,
-            learning_rate=0.0,
-            train_loss=float(self._losses(logits, self.labels["train"]).mean()),
-            images=images,
-            seconds=sum(self.seconds.values()),
-            images_per_second=images / self.seconds["features"],
-            metrics=metrics,
-        )
+        return {
+            "epoch": 0,
+            "step": 0,
+            "learning_rate": 0.0,
+            "train_loss": float(self._losses(logits, self.labels["train"]).mean()),
+            "images": images,
+            "seconds": sum(self.seconds.values()),
+            "images_per_second": images / self.seconds["features"],
+            **metrics,
+        }
 
     def describe(self) -> str:
         """Return a sentence for the log."""
         count = sum(len(self.labels[name]) for name in self.fitted_splits)
         views = " and their mirror images" if len(self.features["train"]) > 1 else ""
-        worth = _validated(self.task, self.record.of("valid"))
+        worth = _validated(self.task, metrics_of(self.record, "valid"))
         return (
             f"head fitted to the features of {count:,} images{views} (regularisation {self.fitted.strength:g}){worth}: "
-            f"{self.record.images_per_second:,.0f} images/s, features {self.seconds['features']:.1f} s, "
+            f"{self.record['images_per_second']:,.0f} images/s, features {self.seconds['features']:.1f} s, "
             f"head {self.seconds['head']:.1f} s"
         )
 

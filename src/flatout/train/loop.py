@@ -6,7 +6,7 @@ The position is (epoch, step); everything else is a function of it, the seed and
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,13 @@ from flatout.data.batches import Ahead, epoch_batches, steps_per_epoch
 from flatout.distributed.world import STOP_FLAGS, Flag, World
 from flatout.engine.base import Counts, DeviceDataset, Engine
 from flatout.engine.schedule import learning_rate
-from flatout.train.progress import Clock, EpochRecord, Progress
+from flatout.train.request import Progress, metrics_of
 from flatout.utils.errors import Stopped, TrainingFailed
 from flatout.utils.random import Stream, raw
+from flatout.utils.run_files import JsonObject
 
+# Steps that count as warm-up.
+FIRST_STEPS = 10
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 
 
@@ -95,7 +98,7 @@ class TrainingLoop:
     def _early_stop(self) -> str:
         progress, patience = self.progress, self.recipe.early_stopping
         waited = progress.epoch - progress.best_epoch
-        has_result = bool(progress.history) and "valid_loss" in progress.history[-1].metrics
+        has_result = bool(progress.history) and "valid_loss" in progress.history[-1]
         if not patience or progress.step or not has_result or waited < patience:
             return ""
         return f"early stopping: no better validation result in {waited} epochs"
@@ -106,27 +109,28 @@ class TrainingLoop:
 
     def _train_epoch(self) -> None:
         recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
-        epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
+        epoch, first_step, self._ticked = progress.epoch, progress.step, time.perf_counter()
         watched = _watched_losses(progress.history)
         batches = epoch_batches(recipe, train.samples, epoch, first_step) if first_step else self._batches_of(epoch)
         train.begin_epoch(epoch)
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
-        for inputs in clock.waiting(train.feed(batches)):
+        for inputs in self._waiting(train.feed(batches)):
             rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
             control.request(self.hooks.flags())
             self.hooks.begin_step(train, inputs)
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)
-            clock.tick()
-            progress.note_first_steps()
+            self._tick()
+            if progress.position(self._steps) <= FIRST_STEPS:
+                progress.first_seconds, progress.first_images = progress.train_seconds, progress.images_trained
             self.hooks.step()
             flags = control.received()
             if flags & (Flag.LOSS | Flag.CHECKPOINT | STOP_FLAGS) or self.hooks.wants_loss():
                 self.hooks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
                 self.hooks.checkpoint()
-                clock.skip()
+                self._ticked = time.perf_counter()  # not of the training
             if Flag.REPLAN in flags:
                 self.recipe = self.hooks.replan()
             if flags & STOP_FLAGS:
@@ -134,8 +138,24 @@ class TrainingLoop:
             if self._steps_left <= 0:
                 break
         self._fetch_counts(first_step)
-        clock.tick()
+        self._tick()
         progress.communication_seconds += self.engine.communication_seconds()
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.progress.train_seconds += now - self._ticked
+        self.progress.epoch_seconds += now - self._ticked
+        self._ticked = now
+
+    def _waiting(self, feed: Iterator[object]) -> Iterator[object]:
+        """Yield inputs, and count the time spent waiting for them."""
+        while True:
+            began = time.perf_counter()
+            inputs = next(feed, None)
+            self.progress.wait_seconds += time.perf_counter() - began
+            if inputs is None:
+                return
+            yield inputs
 
     def _fetch_counts(self, first_step: int) -> float:
         """Wait for the device, add its counts to the epoch's sums, and return their mean loss."""
@@ -146,8 +166,8 @@ class TrainingLoop:
         self.progress.counts += counts
         return counts.loss
 
-    def _finish_epoch(self) -> EpochRecord:
-        """Evaluate, and count the epoch as finished."""
+    def _finish_epoch(self) -> JsonObject:
+        """Evaluate, count the epoch as finished, and return its record."""
         progress, results = self.progress, {}
         # Without a validation split, the test split is evaluated after every epoch, but never used for choices.
         watched = "valid" if "valid" in self.splits else "test"
@@ -161,16 +181,17 @@ class TrainingLoop:
             results = {f"{watched}_{key}": value for key, value in {"loss": result.loss, **result.metrics}.items()}
         progress.evaluate_seconds += time.perf_counter() - began
         counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)
-        record = EpochRecord(
-            epoch=progress.epoch + 1,
-            step=last_step,
-            learning_rate=learning_rate(self.recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
-            train_loss=counts.loss,
-            images=counts.count,
-            seconds=seconds,
-            images_per_second=counts.count / seconds if seconds else 0.0,
-            metrics={f"train_{self.engine.task.step_metric}": counts.metric, **results},
-        )
+        record = {
+            "epoch": progress.epoch + 1,
+            "step": last_step,
+            "learning_rate": learning_rate(self.recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
+            "train_loss": counts.loss,
+            "images": counts.count,
+            "seconds": seconds,
+            "images_per_second": counts.count / seconds if seconds else 0.0,
+            f"train_{self.engine.task.step_metric}": counts.metric,
+            **results,
+        }
         progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, Counts(), 0.0
         return record
 
@@ -182,11 +203,11 @@ class TrainingLoop:
         al., Classification and Regression Trees, 1984). On Caltech 101, it gains 0.5 to 1 point of test accuracy.
         """
         progress, task = self.progress, self.engine.task
-        if "valid_loss" not in progress.history[-1].metrics:
+        if "valid_loss" not in progress.history[-1]:
             return False
 
-        def result(record: EpochRecord) -> tuple[float, float]:
-            return task.selection_metric(record.of("valid")), -record.metrics["valid_loss"]
+        def result(record: JsonObject) -> tuple[float, float]:
+            return task.selection_metric(metrics_of(record, "valid")), -record["valid_loss"]
 
         last = result(progress.history[-1])
         if best := progress.best_record:
@@ -200,6 +221,6 @@ class TrainingLoop:
         return True
 
 
-def _watched_losses(history: list[EpochRecord]) -> list[float]:
+def _watched_losses(history: list[JsonObject]) -> list[float]:
     """Return the losses that the plateau schedule watches: validation, or training if there is none."""
-    return [record.metrics.get("valid_loss", record.train_loss) for record in history]
+    return [record.get("valid_loss", record["train_loss"]) for record in history]

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,11 +19,12 @@ from flatout.engine.base import DeviceDataset
 from flatout.train.budget import Budget, with_length
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.loop import LoopHooks
-from flatout.train.progress import Progress
-from flatout.train.request import TrainContext
-from flatout.train.run_dir import Checkpoint, facts_of
+from flatout.train.request import Progress, TrainContext, metrics_of
+from flatout.train.run_dir import BEST, Checkpoint, facts_of
 from flatout.utils import run_files
 from flatout.utils.errors import signals_handled
+from flatout.utils.run_files import JsonObject
+from flatout.utils.style import number
 
 # Checkpoints take at most this share of the time, and within an epoch have at least this interval.
 CHECKPOINT_SHARE = 0.05
@@ -114,10 +115,11 @@ class Monitor(LoopHooks):
             self._good = self._engine.snapshot(weights_only=True)
         write_metrics(context, progress)
         shown = dict.fromkeys((self._engine.task.step_metric, self._engine.task.metric_names[0]))
-        self._console.note(progress.history[-1].describe(recipe.epochs, tuple(shown), is_best=is_best))
+        described = describe(progress.history[-1], recipe.epochs, shown)
+        self._console.note(f"{described}  best so far" if is_best else described)
         if context.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
-        ended = self._callbacks.epoch(progress.history[-1].to_plain())
+        ended = self._callbacks.epoch(progress.history[-1])
         return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:
@@ -127,12 +129,12 @@ class Monitor(LoopHooks):
         if position == self._saved_position:
             return
         began = time.perf_counter()
-        state = self._engine.state()
-        best = self._engine.state(progress.best) if progress.best else {}
+        tensors = self._engine.state()
+        if progress.best:
+            tensors |= {BEST + name: value for name, value in self._engine.state(progress.best).items()}
         if context.world.is_main:
-            kept = dataclasses.replace(progress, earlier_seconds=context.log.wall_seconds(progress))
-            facts = facts_of(context)
-            checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=context.recipe, data=facts)
+            kept = dataclasses.replace(progress, best=None, earlier_seconds=context.log.wall_seconds(progress))
+            checkpoint = Checkpoint(tensors=tensors, progress=kept, recipe=context.recipe, data=facts_of(context))
             checkpoint.save(context.run_dir / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position
         self._save_seconds = self._saved_at - began
@@ -187,8 +189,18 @@ class LiveFile:
 def write_metrics(context: TrainContext, progress: Progress) -> None:
     """Write the lines of the fitted head and of all finished epochs, if any."""
     if context.world.is_main and progress.records:
-        lines = [record.to_plain() for record in progress.records]
-        run_files.write_metrics(context.run_dir / run_files.METRICS, lines)
+        run_files.write_metrics(context.run_dir / run_files.METRICS, progress.records)
+
+
+def describe(record: JsonObject, epochs: int, shown: Iterable[str]) -> str:
+    """Return the line that is printed after the epoch of several, with some metrics."""
+    parts = [f"epoch {record['epoch']}/{epochs}"]
+    for split in ("train", "valid", "test"):
+        found = metrics_of(record, split)
+        figures = [f"{name.replace('_', ' ')} {number(found[name], 4)}" for name in shown if name in found]
+        if figures:
+            parts.append(f"{split} " + ", ".join([f"loss {number(found['loss'], 4)}", *figures]))
+    return "  ".join([*parts, f"{record['images_per_second']:,.0f} images/s"])
 
 
 @contextlib.contextmanager

@@ -5,13 +5,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched, restart_count
+from flatout.engine.base import Counts
 from flatout.train.callbacks import Callback, UserFunctions
 from flatout.utils.errors import InputError
+from flatout.utils.run_files import JsonObject
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.head import HeadStage
-    from flatout.train.progress import Progress
     from flatout.utils.console import Console
 
 
@@ -91,6 +92,60 @@ class TrainRequest:
     prepared_at: float = 0.0  # when the folder was claimed, by time.time
 
 
+@dataclass(kw_only=True, eq=False)
+class Progress:
+    """The progress of a run; with the engine's state, everything that a checkpoint needs.
+
+    A record is a line of metrics.jsonl: `epoch`, `step`, `learning_rate`, `images`, `seconds`, `images_per_second`, and
+    the mean loss and the metrics of each split, such as `train_loss` and `valid_accuracy`.
+    """
+
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the next one
+    head: JsonObject | None = None  # the record of the head fitted before the first step
+    history: list[JsonObject] = field(default_factory=list)  # the records of the finished epochs
+    counts: Counts = field(default_factory=Counts)  # sums over the finished steps of the unfinished epoch
+    best_epoch: int = 0  # by validation, from 1; 0 for none, or for the fitted head
+    best: Any = None  # the engine's snapshot of the weights after it, if the recipe keeps the best
+    train_seconds: float = 0.0  # in training epochs, including the next two
+    wait_seconds: float = 0.0  # for input
+    communication_seconds: float = 0.0  # for other processes
+    epoch_seconds: float = 0.0  # in the unfinished epoch
+    evaluate_seconds: float = 0.0
+    first_seconds: float = 0.0  # of the first steps, which allocate memory, choose algorithms, capture CUDA graphs
+    first_images: int = 0
+    images_trained: int = 0
+    earlier_seconds: float = 0.0  # from the run's first command to the checkpoint that it resumed from
+    step_losses: list[tuple[int, float]] = field(default_factory=list)  # step of the run, mean loss since the last one
+
+    @property
+    def records(self) -> list[JsonObject]:
+        """The lines of metrics.jsonl."""
+        return [self.head, *self.history] if self.head else self.history
+
+    @property
+    def best_record(self) -> JsonObject | None:
+        """The record of the best epoch by validation, or of the fitted head."""
+        return self.history[self.best_epoch - 1] if self.best_epoch else self.head
+
+    def position(self, steps_per_epoch: int) -> int:
+        """Return the finished steps of the whole run."""
+        return self.epoch * steps_per_epoch + self.step
+
+    @property
+    def warmup_seconds(self) -> float | None:
+        """Extra time of the first steps compared with the others; None without others."""
+        images, seconds = self.images_trained - self.first_images, self.train_seconds - self.first_seconds
+        if images <= 0 or seconds <= 0:
+            return None
+        return max(0.0, self.first_seconds - self.first_images * seconds / images)
+
+
+def metrics_of(record: JsonObject, split: str) -> dict[str, float]:
+    """Return the loss and the metrics of a split, by name."""
+    return {key.removeprefix(f"{split}_"): value for key, value in record.items() if key.startswith(f"{split}_")}
+
+
 class RunLog:
     """Collects messages and times for the summary: `seconds` of each finished phase, without gaps."""
 
@@ -119,7 +174,7 @@ class RunLog:
         """Mark the end of the set-up."""
         self.setup_seconds = time.perf_counter() - self._began
 
-    def wall_seconds(self, progress: "Progress") -> float:
+    def wall_seconds(self, progress: Progress) -> float:
         """Return the time since the run's first command, without time lost when it was killed."""
         return progress.earlier_seconds + time.perf_counter() - self._began
 

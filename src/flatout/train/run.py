@@ -44,9 +44,8 @@ from flatout.train.folds import cross_validate
 from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import TrainingLoop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
-from flatout.train.progress import Progress
 from flatout.train.recipes import resolve
-from flatout.train.request import Ended, Options, RunLog, TrainContext, TrainRequest, check
+from flatout.train.request import Ended, Options, Progress, RunLog, TrainContext, TrainRequest, check
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed

@@ -1,11 +1,12 @@
 """The run folder: its exclusive use by one process, its recipe, and the checkpoints from which a run continues."""
 
 import contextlib
+import itertools
 import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,9 @@ import psutil
 from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
 from flatout.data.pack import Pack
 from flatout.distributed.environment import launched, restart_count
+from flatout.engine.base import Counts
 from flatout.models.weights import read_weights, save_tensors
-from flatout.train.progress import Progress, from_plain, to_plain
-from flatout.train.request import Options, TrainContext, TrainRequest
+from flatout.train.request import Options, Progress, TrainContext, TrainRequest
 from flatout.utils import run_files
 from flatout.utils.errors import InputError, Stopped
 from flatout.utils.files import default_folder, lock, sweep_temporary_files, write_atomically
@@ -38,7 +39,7 @@ _OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES), _FOLDS, *_FILES)
 # Tolerance: a process's start is relative to the host's, which clock corrections shift.
 _CLOCK_SECONDS = 5.0
 # Prefix of the tensors of the best epoch in a checkpoint.
-_BEST = "best."
+BEST = "best."
 
 # --- Exclusive use ----------------------------------------------------------------------------------------------------
 
@@ -58,12 +59,14 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
     It is removed if it is new, and stays empty or the run ends through wrong input or the user before training.
     """
     _check_content(out, resume=resume, overwrite=overwrite)
-    target = out or Path("runs/new")
-    existed = {path for path in (target, *target.parents) if path.exists()}
+    name = default_folder(job)
+    numbered = (Path(f"{name}-{number}") for number in itertools.count(2))
+    folder = out or next(path for path in itertools.chain([name], numbered) if not path.exists())
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as stack:
         try:
-            folder = _make(out, job)
-            stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_empty, made)
             stack.enter_context(_locked(folder))
             _check_content(folder, resume=resume, overwrite=overwrite)
             is_new = _is_empty(folder)
@@ -97,20 +100,6 @@ def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> Non
 
 def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and all(path.name == run_files.LOCK for path in folder.iterdir())
-
-
-def _make(out: Path | None, job: str) -> Path:
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        return out
-    name = default_folder(job)
-    folder, number = name, 1
-    while True:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-        number += 1
-        folder = Path(f"{name}-{number}")
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -210,9 +199,8 @@ def write_devices(folder: Path, devices: str) -> None:
 class Checkpoint:
     """Everything a run needs to continue, as one safetensors file, which executes no code and detects damage."""
 
-    state: dict[str, Any]  # the engine's at `progress`; see `Engine.state`
-    best: dict[str, Any]  # of `progress.best`, if any
-    progress: Progress
+    tensors: dict[str, Any]  # the engine's state, see `Engine.state`; and that of the best epoch, if any
+    progress: Progress  # `best` is whether the tensors have the best epoch
     recipe: Recipe
     data: JsonObject  # see `facts_of`
 
@@ -220,13 +208,9 @@ class Checkpoint:
         """Write a file into the run's `checkpoints/` atomically; of older ones only the previous is kept."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
-        tensors = {**self.state, **{_BEST + name: value for name, value in self.best.items()}}
-        metadata = {
-            "progress": json.dumps(to_plain(self.progress)),
-            "recipe": self.recipe.to_toml(),
-            "data": json.dumps(self.data),
-        }
-        save_tensors(path, tensors, metadata)
+        progress = {name: value for name, value in asdict(self.progress).items() if name != "best"}
+        metadata = {"progress": json.dumps(progress), "recipe": self.recipe.to_toml(), "data": json.dumps(self.data)}
+        save_tensors(path, self.tensors, metadata)
         older = [other for other in newest_first(folder) if other.name < path.name]
         for other in newest_first(folder):
             # Newer files are damaged: the run was resumed from an older one.
@@ -296,15 +280,14 @@ def restore(context: TrainContext) -> Progress | None:
     engine, recipe, note = context.engine, context.recipe, context.log.note
     if not (_is_continued(context.request) and recipe.epochs):
         return None
-    state, best = dict[str, Any](), dict[str, Any]()  # of the main process
+    tensors = dict[str, Any]()  # of the main process
 
     def without_tensors() -> Checkpoint | None:
         found = _read_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
-        if found is None:
-            return None
-        state.update(found.state)
-        best.update(found.best)
-        return replace(found, state={}, best=dict.fromkeys(found.best))
+        if found:
+            tensors.update(found.tensors)
+            found.tensors.clear()
+        return found
 
     newest = context.world.from_main(without_tensors)
     if newest is None:
@@ -312,10 +295,11 @@ def restore(context: TrainContext) -> Progress | None:
         return None
     newest.check_resumable(recipe, facts_of(context), note)
     progress = newest.progress
-    if newest.best:
-        engine.load_state({**state, **best})
+    best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
+    if progress.best:
+        engine.load_state({**tensors, **best})
         progress.best = engine.snapshot(weights_only=True)
-    engine.load_state(state)
+    engine.load_state(tensors)
     note(f"resumed after epoch {progress.epoch}, step {progress.step}")
     return progress
 
@@ -350,10 +334,12 @@ def _read_newest(folder: Path, report: Callable[[str], None], since: float) -> C
 def _read(path: Path) -> Checkpoint:
     tensors, metadata = read_weights(path)
     try:
+        fields = json.loads(metadata["progress"])
+        fields.pop("first_steps", None)  # of older versions
+        fields |= {"counts": Counts(**fields["counts"]), "best": any(name.startswith(BEST) for name in tensors)}
         return Checkpoint(
-            state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
-            best={name.removeprefix(_BEST): value for name, value in tensors.items() if name.startswith(_BEST)},
-            progress=from_plain(json.loads(metadata["progress"])),
+            tensors=tensors,
+            progress=Progress(**fields),
             recipe=of_run(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
             data=json.loads(metadata["data"]),
         )
