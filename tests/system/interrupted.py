@@ -48,10 +48,11 @@ def at_image(images: int, action: Any) -> Iterator[None]:
     """Call `action` after the step that trains this image."""
     step = monitor.Monitor.step
 
-    def called(self: monitor.Monitor) -> None:
-        step(self)
+    def called(self: monitor.Monitor) -> bool:
+        wants_loss = step(self)
         if self._progress.images_trained == images:
             action()
+        return wants_loss
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor.Monitor, "step", called)

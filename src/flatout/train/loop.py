@@ -36,11 +36,8 @@ class LoopHooks:
     def begin_step(self, train: DeviceDataset, inputs: object) -> None:
         """Called before every step with its inputs."""
 
-    def step(self) -> None:
-        """Called after every step."""
-
-    def wants_loss(self) -> bool:
-        """Whether to fetch the loss after this step even without a request."""
+    def step(self) -> bool:
+        """Called after every step; return whether to fetch the loss even without a request."""
         return False
 
     def loss(self, loss: float) -> None:
@@ -124,9 +121,8 @@ class TrainingLoop:
             self._tick()
             if progress.position(self._steps) <= FIRST_STEPS:
                 progress.first_seconds, progress.first_images = progress.train_seconds, progress.images_trained
-            self.hooks.step()
-            flags = control.received()
-            if flags & (Flag.LOSS | Flag.CHECKPOINT | STOP_FLAGS) or self.hooks.wants_loss():
+            wants_loss, flags = self.hooks.step(), control.received()
+            if wants_loss or flags & (Flag.LOSS | Flag.CHECKPOINT | STOP_FLAGS):
                 self.hooks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
                 self.hooks.checkpoint()
@@ -192,7 +188,7 @@ class TrainingLoop:
             f"train_{self.engine.task.step_metric}": counts.metric,
             **results,
         }
-        progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, Counts(), 0.0
+        progress.epoch, progress.step, progress.counts, progress.epoch_seconds = record["epoch"], 0, Counts(), 0.0
         return record
 
     def _choose_best(self) -> bool:
@@ -210,7 +206,7 @@ class TrainingLoop:
             return task.selection_metric(metrics_of(record, "valid")), -record["valid_loss"]
 
         last = result(progress.history[-1])
-        if best := progress.best_record:
+        if best := progress.history[progress.best_epoch - 1] if progress.best_epoch else progress.head:
             enough = highest = max(result(record) for record in progress.records)[0]
             if head := progress.head:
                 error = task.selection_error(highest, len(self.splits["valid"].samples))

@@ -86,7 +86,7 @@ class Monitor(LoopHooks):
         with self._samples.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def step(self) -> None:
+    def step(self) -> bool:
         progress, recipe = self._progress, self.context.recipe
         loss = "" if self._loss is None else f" loss {self._loss:.4f}"
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
@@ -95,10 +95,7 @@ class Monitor(LoopHooks):
         self.context.world.watch.report_step(progress.epoch, progress.step)
         if self._live:
             self._live.step(self._loss)
-
-    def wants_loss(self) -> bool:
-        step, log_every = self._progress.step, self.context.recipe.log_every
-        return step % self._record_every == 0 or (log_every > 0 and step % log_every == 0)
+        return any(every and progress.step % every == 0 for every in (self._record_every, recipe.log_every))
 
     def loss(self, loss: float) -> None:
         self._loss, progress, every = loss, self._progress, self.context.recipe.log_every

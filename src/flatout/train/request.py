@@ -123,11 +123,6 @@ class Progress:
         """The lines of metrics.jsonl."""
         return [self.head, *self.history] if self.head else self.history
 
-    @property
-    def best_record(self) -> JsonObject | None:
-        """The record of the best epoch by validation, or of the fitted head."""
-        return self.history[self.best_epoch - 1] if self.best_epoch else self.head
-
     def position(self, steps_per_epoch: int) -> int:
         """Return the finished steps of the whole run."""
         return self.epoch * steps_per_epoch + self.step

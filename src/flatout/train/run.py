@@ -10,7 +10,7 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -105,7 +105,6 @@ def train(request: TrainRequest, console: Console) -> Path:
         model = fresh_model(request, pack)
         if recipe.pretrained or recipe.weights:
             load_pretrained(model, recipe, lambda sentence: None)
-        request = _choose_processes(request, pack, console)
         return cross_validate(request, pack, console, functools.partial(_train_one, console))
 
 
@@ -127,25 +126,23 @@ def run_on_all_ranks(
 
     With `begins`, it begins a run: its folder can be resumed from then on, even if the run is killed soon.
     """
-    options = request.options
     optim.class_of(request.recipe.optimizer)  # refuses one that cannot train, before the data is read
-    call = functools.partial(
-        run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout
-    )
-    if launched() is not None:
-        return call((request,), spec=options.devices)
     with contextlib.ExitStack() as stack:
-        request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
-        request = _choose_processes(request, pack, console)
-        if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
-            folders.write_devices(request.run_dir, request.options.devices)
-        ranks = parse_devices(request.options.devices, options.engine).ranks
-        is_alone = len(ranks.names) == options.hosts.most == 1 and not options.restarts
-        return call(
-            (replace(request, data=pack if is_alone else stack.enter_context(share(pack))),),
-            spec=request.options.devices,
+        if launched() is None:
+            request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
+            ranks = parse_devices(request.options.devices, request.options.engine).ranks
+            if not len(ranks.names) == request.options.hosts.most == 1 or request.options.restarts:
+                request = replace(request, data=stack.enter_context(share(pack)))
+        options = request.options
+        return run_on_devices(
+            function,
+            (request,),
+            spec=options.devices,
+            engine=options.engine,
+            console=console,
             hosts=options.hosts,
             restarts=options.restarts,
+            hang_timeout=options.hang_timeout,
         )
 
 
@@ -179,7 +176,7 @@ def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> Tr
 def prepare_host(
     request: TrainRequest, console: Console, *, begins: bool = False
 ) -> Iterator[tuple[TrainRequest, Pack]]:
-    """Claim the run folder and make the pack for the ranks of this host."""
+    """Claim the run folder, make the pack for the ranks of this host, and choose these."""
     alone, log = World(), RunLog(console, request)
     with contextlib.ExitStack() as stack:
         if request.options.hosts.most == 1:
@@ -192,7 +189,11 @@ def prepare_host(
         prepared_at = time.time()
         pack = pack_of_host(request, alone, log)
         recipe = with_task(request.recipe, pack.task, log.note)
-        yield replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at), pack
+        request = replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at)
+        request = _choose_processes(request, pack, console)
+        if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
+            folders.write_devices(request.run_dir, request.options.devices)
+        yield request, pack
 
 
 @contextlib.contextmanager
@@ -246,11 +247,8 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         pack = pack_of_host(request, world, log)
         splits = split_pack(pack, request.recipe, log)
         continued = folders.continued_recipe(request, run_dir, world)
-        recipe = request.recipe
-        if continued and request.options.minutes is not None:  # such as after a restart
-            length = ("epochs", "max_steps", "schedule.corrections")
-            recipe = recipe.override({key: continued.flat()[key] for key in length})
-        recipe = resolve_auto_values(recipe, pack, splits, world, continued, log)
+        recipe = keep_choices(request, continued, precisions(request.options.engine, world))
+        recipe = resolve_auto_values(recipe, pack, splits, world, log)
         _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")
@@ -331,21 +329,20 @@ def run_epochs(
     log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
-    reason, failure = "", None
+    reason, failure, is_sound = "", None, True
     try:
         reason = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
     except TrainingFailed as error:
-        reason, failure = f"failed: {error}", error
+        reason, failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
     except Stopped as stopped:
         reason, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
     log.console.finish()
-    if isinstance(failure, TrainingFailed) and not isinstance(failure, CallbackFailed):
-        monitor.restore()
-    else:
-        # After a callback's failure too: the training itself is sound.
+    if is_sound:
         monitor.checkpoint()
+    else:
+        monitor.restore()
     if reason:
         log.note(reason)
     if isinstance(failure, Stopped):
@@ -362,13 +359,11 @@ def run_epochs(
 def _train_and_return_callbacks(
     console: Console, world: World, request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the folder and, from child processes, the attributes of the callbacks."""
-    folder, callbacks = train_on_rank(console, world, request), request.options.callbacks
-    if launched() is None or not world.is_main:
-        return folder, []
-    attributes = [vars(callback) for callback in callbacks]
+    """Return the folder and the attributes of the callbacks, which a child process sends to this one."""
+    folder, attributes = train_on_rank(console, world, request), [vars(one) for one in request.options.callbacks]
     try:
-        cloudpickle.dumps(attributes)
+        if launched() is not None:
+            cloudpickle.dumps(attributes)
     except Exception as error:  # users' objects may raise anything
         console.note(f"the attributes of the callbacks stay in the process of rank 0: {error}")
         return folder, []
@@ -415,22 +410,29 @@ def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
     return splits
 
 
-def resolve_auto_values(
-    recipe: Recipe, pack: Pack, splits: Mapping[str, Split], world: World, continued: Recipe | None, log: RunLog
-) -> Recipe:
+def keep_choices(request: TrainRequest, continued: Recipe | None, formats: Sequence[str]) -> Recipe:
+    """Return the recipe of a request, with what the continued run has chosen: order, format, tuning, perhaps length."""
+    if continued is None:
+        return request.recipe
+    known = ["data.order", "tune", *(["precision"] if continued.precision in formats else [])]
+    keys = [key for key in known if request.recipe.flat()[key] == "auto"]
+    if request.options.minutes is not None:  # such as after a restart
+        keys += ["epochs", "max_steps", "schedule.corrections"]
+    return request.recipe.override({key: continued.flat()[key] for key in keys})
+
+
+def resolve_auto_values(recipe: Recipe, pack: Pack, splits: Mapping[str, Split], world: World, log: RunLog) -> Recipe:
     """Fill in the values that depend on the data: normalisation, bits, task, loss and order. All ranks call this."""
+    found, train = dict[str, object](), splits["train"]
     if not recipe.data.bits:
-        recipe = recipe.override({"data.bits": pack.bits})
+        found["data.bits"] = pack.bits
     if not recipe.data.mean:
-        mean, std = measure(splits["train"])
-        recipe = recipe.override({"data.mean": mean, "data.std": std})
-    recipe = with_task(recipe, pack.task, log.note)
+        found["data.mean"], found["data.std"] = measure(train)
     if pack.task == "regression" and not recipe.data.label_std:
-        label_mean, label_std = statistics(splits["train"].labels)
-        recipe = recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
+        found["data.label_mean"], found["data.label_std"] = statistics(train.labels)
     if recipe.data.order == "auto":
-        order = continued.data.order if continued else _order_for_memory(splits["train"], world, log)
-        recipe = recipe.override({"data.order": world.broadcast_object(order)})
+        found["data.order"] = world.broadcast_object(_order_for_memory(train, world, log))
+    recipe = with_task(recipe.override(found), pack.task, log.note)
     if recipe.optimizer.lr_base_batch not in (0, recipe.batch_size):
         steps = steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last)
         log.note(describe_scaling(recipe, recipe.length_at(0, steps)[0]))
@@ -531,8 +533,6 @@ def start_engine(
     formats, operations = precisions(options.engine, world), 0
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})
-    elif recipe.precision == "auto" and continued:
-        recipe = recipe.override({"precision": continued.precision if continued.precision in formats else "auto"})
     elif recipe.precision == "auto" and "bf16" in formats:
         if found := precision_of_gpu(formats, model, recipe):
             chosen, operations = found
@@ -544,9 +544,7 @@ def start_engine(
             )
         log.note(f"precision = {chosen}: {reason}")
         recipe = recipe.override({"precision": chosen})
-    if recipe.tune == "auto" and continued:
-        recipe = recipe.override({"tune": continued.tune})
-    elif recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
+    if recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
         operations = operations or multiply_adds(model, recipe.image_sides, recipe.channels)
         steps = recipe.total_steps(steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last))
         is_long = is_worth_tuning(operations, steps * recipe.batch_size, options.seconds)

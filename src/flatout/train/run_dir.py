@@ -58,7 +58,6 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 
     It is removed if it is new, and stays empty or the run ends through wrong input or the user before training.
     """
-    _check_content(out, resume=resume, overwrite=overwrite)
     name = default_folder(job)
     numbered = (Path(f"{name}-{number}") for number in itertools.count(2))
     folder = out or next(path for path in itertools.chain([name], numbered) if not path.exists())
