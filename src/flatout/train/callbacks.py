@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from flatout.train.request import Progress, TrainContext
 
-# Names of trackers: the package, the extra that installs it, and the choices of `--track`.
-TRACKERS = ("tensorboard", "wandb")
 Function = Callable[..., Any]
 # What `summary.json` has of each split besides the metrics of a task.
 _COMPUTED = {
@@ -144,7 +142,7 @@ def callbacks_of(given: Callback | str | Iterable[Callback | str]) -> tuple[Call
     for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str) and one not in TRACKERS:
             raise InputError(f"callbacks: {one!r} is not a tracker; {nearest(one, TRACKERS)}")
-        callback = (TensorBoard() if one == "tensorboard" else WandB()) if isinstance(one, str) else one
+        callback = TRACKERS[one]() if isinstance(one, str) else one
         name = getattr(callback, "__name__", type(callback).__name__)
         if not isinstance(callback, Callback):
             raise InputError(
@@ -275,6 +273,9 @@ class WandB(_Tracker):
         self._opened = None
 
 
+# By the name of the package, which is that of the extra that installs it, and a choice of `--track`.
+TRACKERS: dict[str, type[_Tracker]] = {kind.package: kind for kind in (TensorBoard, WandB)}
+
 # --- Functions --------------------------------------------------------------------------------------------------------
 
 
@@ -283,15 +284,14 @@ class UserFunctions:
     """The functions that a caller of `fit` passes; see there."""
 
     loss: Function | None = None
-    transforms: tuple[Function, ...] = ()
+    transform: tuple[Function, ...] = ()
     batch_transforms: tuple[Function, ...] = ()
     metrics: tuple[tuple[str, Function], ...] = ()
 
     @property
     def in_training(self) -> list[str]:
         """The arguments of `fit` that change training itself."""
-        given = {"loss": self.loss, "transform": self.transforms, "batch_transforms": self.batch_transforms}
-        return [name for name, value in given.items() if value]
+        return [name for name in ("loss", "transform", "batch_transforms") if getattr(self, name)]
 
     def check(self, recipe: Recipe, engine: str) -> None:
         """Refuse functions that the engine or the recipe cannot use."""
@@ -305,9 +305,10 @@ class UserFunctions:
 
     def for_engine(self, recipe: Recipe) -> dict[str, Any]:
         """Return arguments of the torch engine."""
-        per_image = (PerImage(self.transforms, recipe),) if self.transforms else ()
-        transforms = (*per_image, *self.batch_transforms)
-        return {"loss": self.loss, "batch_transforms": transforms} if self.in_training else {}
+        if not self.in_training:
+            return {}
+        per_image = [PerImage(self.transform, recipe)] if self.transform else []
+        return {"loss": self.loss, "batch_transforms": (*per_image, *self.batch_transforms)}
 
 
 class PerImage:
@@ -358,9 +359,4 @@ def user_functions(loss: Function | None, transform: Any, batch_transforms: Any,
                 f"metrics: {name!r} must be a function of labels and predictions with an unused name; give a "
                 f'dict: metrics={{"name": function}}. Always computed: {", ".join(known)}'
             )
-    return UserFunctions(
-        loss=loss,
-        transforms=found["transform"],
-        batch_transforms=found["batch_transforms"],
-        metrics=tuple(named.items()),
-    )
+    return UserFunctions(loss=loss, **found, metrics=tuple(named.items()))

@@ -26,30 +26,28 @@ from flatout.report import page
 from flatout.report.verdict import stages, verdict
 from flatout.tasks import Task, describe_metrics
 from flatout.train.head import HeadStage, refit_to_validation
-from flatout.train.request import Ended, Progress, TrainContext
+from flatout.train.request import Progress, TrainContext
 from flatout.utils import run_files
 from flatout.utils.errors import Stopped
 from flatout.utils.host import installed, peak_rss_bytes
 from flatout.utils.run_files import JsonObject
 
 
-def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
-    """Evaluate and write the run; return `ended`, or the signal that ended the evaluation. All ranks call this."""
+def finish(context: TrainContext, progress: Progress, failure: BaseException | None) -> BaseException | None:
+    """Evaluate and write the run; return `failure`, or the signal that ended the evaluation. All ranks call this."""
     if progress.best:
         context.engine.restore(progress.best)
-    evaluations, known = dict[str, Evaluation](), None
-    stopped, began = ended.failure if isinstance(ended.failure, Stopped) else None, time.perf_counter()
-    if stopped:
+    evaluations, known, began, log = dict[str, Evaluation](), None, time.perf_counter(), context.log
+    if isinstance(failure, Stopped):
         # Some ranks receive the signal that ended training only now.
         context.world.control.ignore_interrupts()
     try:
         # A terminated run skips the evaluation.
-        if not (stopped and stopped.signal_number == signal.SIGTERM):
+        if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
             known = _evaluate(context, progress, evaluations)
     except Stopped as error:
-        reason = ended.reason or f"{error.how} during evaluation"
-        context.log.note(reason)
-        ended = Ended(reason=reason, failure=ended.failure or error)
+        log.stopped, failure = log.stopped or f"{error.how} during evaluation", failure or error
+        log.note(log.stopped)
     progress.evaluate_seconds += time.perf_counter() - began
     # All processes take part in these two.
     state = context.engine.state()
@@ -57,8 +55,8 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     device = [peak for _, peak in peaks if peak is not None]
     memory = {"peak_rss_bytes": sum(peak for peak, _ in peaks), "peak_device_bytes": max(device) if device else None}
     # No process ends before the run is complete.
-    context.world.from_main(lambda: _write(context, progress, evaluations, known, ended, state, memory))
-    return ended
+    context.world.from_main(lambda: _write(context, progress, evaluations, known, state, memory))
+    return failure
 
 
 def _shown_split(context: TrainContext) -> str | None:
@@ -111,7 +109,6 @@ def _write(
     progress: Progress,
     evaluations: dict[str, Evaluation],
     known: FeatureStats | None,
-    ended: Ended,
     state: dict[str, Any],
     memory: dict[str, int | None],
 ) -> None:
@@ -153,7 +150,7 @@ def _write(
             more=more,
         )
         scores = scores_of(shown, kept, classes, found)
-    summary: JsonObject = _summary(context, progress, evaluations, ended) | memory | scores
+    summary: JsonObject = _summary(context, progress, evaluations) | memory | scores
     summary["verdict"] = verdict(summary, progress.records, context.recipe)
     run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
@@ -197,7 +194,7 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: Task, fou
     save_tensors(context.run_dir / run_files.WEIGHTS, tensors, metadata)
 
 
-def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation], ended: Ended) -> JsonObject:
+def _summary(context: TrainContext, progress: Progress, results: dict[str, Evaluation]) -> JsonObject:
     recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
     head, task, trained_parameters = _head_kept(context, progress), engine.task, context.trained_parameters
@@ -236,7 +233,7 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
         # NaN if the device shares its sums itself.
         "communication_fraction": shared / trained_for if trained_for and np.isfinite(shared) else None,
         "warmup_seconds": progress.warmup_seconds,
-        "stopped": ended.reason or None,
+        "stopped": log.stopped or None,
         "notes": log.notes,
         "time_seconds": log.seconds | {"train": trained_for, "evaluate": progress.evaluate_seconds},
         "runs_on": engine.describe(),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flatout.distributed.world import World
     from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.head import HeadStage
+    from flatout.train.run_dir import Checkpoint
     from flatout.utils.console import Console
 
 
@@ -150,7 +151,7 @@ class RunLog:
         # A checkpoint counts the time before it, so a restarted rank counts from here.
         is_first = restart_count() == 0
         self.seconds = dict(request.phase_seconds) if is_first else {}
-        self.setup_seconds = 0.0
+        self.setup_seconds, self.stopped = 0.0, ""  # `stopped`: why training ended early
         self._began = request.options.began if is_first else time.perf_counter()
         self._lap = self._began + sum(self.seconds.values())
 
@@ -187,6 +188,7 @@ class TrainContext:
     splits: "dict[str, Split]"
     engine: "Engine"
     stage: "HeadStage | None"  # the head fitted before the first step
+    checkpoint: "Checkpoint | None"  # from which the run continues
     parameters: int
     trained_parameters: int
     devices: str  # of all ranks, as a SPEC
@@ -202,11 +204,3 @@ class TrainContext:
     def steps_per_epoch(self) -> int:
         """The steps of an epoch."""
         return steps_per_epoch(len(self.splits["train"]), self.recipe.batch_size, self.recipe.drop_last)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How training ended: why early, or "", and the exception if it failed."""
-
-    reason: str = ""
-    failure: BaseException | None = None

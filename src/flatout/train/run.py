@@ -10,7 +10,7 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +45,7 @@ from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import TrainingLoop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.recipes import resolve
-from flatout.train.request import Ended, Options, Progress, RunLog, TrainContext, TrainRequest, check
+from flatout.train.request import Options, Progress, RunLog, TrainContext, TrainRequest, check
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
@@ -213,23 +213,22 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
     """Train on one rank, and return the run folder. All ranks call this."""
     with set_up(console, world, request) as context:
         # Continue from a checkpoint, or begin with the fitted head
-        restored = folders.restore(context)
-        progress = restored or new_progress(context)
+        checkpoint = context.checkpoint
+        progress = folders.restore(context, checkpoint) if checkpoint else new_progress(context)
         # Place images on the devices, compile steps, fit their number to the time
         if context.recipe.epochs:
             context = replace(context, datasets=place(context))
         context, budget = plan_minutes(context, progress)
         # An old run is removed when nothing is left that could be refused
-        begin_run_dir(context, overwrite=request.options.overwrite and restored is None)
+        begin_run_dir(context, overwrite=request.options.overwrite and not checkpoint)
         write_metrics(context, progress)
         # Train, evaluate, write the run
-        ended = Ended()
+        failure = None
         with signals_noted(world.control):
             callbacks = CallbackRunner(context, progress)
             if context.datasets:
-                context, ended = run_epochs(context, progress, budget, callbacks)
-            ended = finish(context, progress, ended)
-            failure = callbacks.end(ended.failure)
+                context, failure = run_epochs(context, progress, budget, callbacks)
+            failure = callbacks.end(finish(context, progress, failure))
         # Ranks that have left are not ended when another one fails.
         world.barrier()
         world.leave()
@@ -246,8 +245,8 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         # Data and recipe
         pack = pack_of_host(request, world, log)
         splits = split_pack(pack, request.recipe, log)
-        continued = folders.continued_recipe(request, run_dir, world)
-        recipe = keep_choices(request, continued, precisions(request.options.engine, world))
+        checkpoint = folders.continued(request, run_dir, world, log.note)
+        recipe = keep_choices(request, checkpoint.recipe, world) if checkpoint else request.recipe
         recipe = resolve_auto_values(recipe, pack, splits, world, log)
         _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
@@ -255,7 +254,7 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         # Model and engine
         here = replace(request, recipe=recipe)
         model = fresh_model(here, pack, log.note)
-        engine, recipe, stage = start_engine(model, here, splits, pack, world, continued, log)
+        engine, recipe, stage = start_engine(model, here, splits, pack, world, log, is_new=not checkpoint)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
             for sentence in engine.describe():
@@ -270,6 +269,7 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
                 splits=splits,
                 engine=engine,
                 stage=stage,
+                checkpoint=checkpoint,
                 parameters=sum(p.numel() for p in model.parameters()),
                 trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
                 devices=spec_of(names),
@@ -322,29 +322,29 @@ def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, De
 
 def run_epochs(
     context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
-) -> tuple[TrainContext, Ended]:
-    """Run the loop and save its end; return how it ended, and the context with the recipe's final length."""
+) -> tuple[TrainContext, BaseException | None]:
+    """Run the loop and save its end; return the context with the recipe's final length, and what ended it early."""
     recipe, log = context.recipe, context.log
     what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
     log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     log.end_setup()
     monitor = Monitor(context, progress, budget, callbacks)
-    reason, failure, is_sound = "", None, True
+    failure, is_sound = None, True
     try:
-        reason = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
+        log.stopped = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
     except TrainingFailed as error:
-        reason, failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
+        log.stopped, failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
     except Stopped as stopped:
-        reason, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+        log.stopped, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
     log.console.finish()
     if is_sound:
         monitor.checkpoint()
     else:
         monitor.restore()
-    if reason:
-        log.note(reason)
+    if log.stopped:
+        log.note(log.stopped)
     if isinstance(failure, Stopped):
         # A single fold may be trained on its own.
         whole = context.run_dir.parent
@@ -353,7 +353,7 @@ def run_epochs(
         in_python = context.options.functions.in_training or context.request.module or not recipe.data.path
         command = "flatout.fit(..., resume=True) with the same arguments"
         log.console.note(f"continue with: {command if in_python else f'flatout train --resume --out {folder}'}")
-    return monitor.context, Ended(reason=reason, failure=failure)
+    return monitor.context, failure
 
 
 def _train_and_return_callbacks(
@@ -410,12 +410,11 @@ def split_pack(pack: Pack, recipe: Recipe, log: RunLog) -> dict[str, Split]:
     return splits
 
 
-def keep_choices(request: TrainRequest, continued: Recipe | None, formats: Sequence[str]) -> Recipe:
+def keep_choices(request: TrainRequest, continued: Recipe, world: World) -> Recipe:
     """Return the recipe of a request, with what the continued run has chosen: order, format, tuning, perhaps length."""
-    if continued is None:
-        return request.recipe
-    known = ["data.order", "tune", *(["precision"] if continued.precision in formats else [])]
-    keys = [key for key in known if request.recipe.flat()[key] == "auto"]
+    keys = [key for key in ("data.order", "tune", "precision") if request.recipe.flat()[key] == "auto"]
+    if continued.precision not in precisions(request.options.engine, world):
+        keys = [key for key in keys if key != "precision"]
     if request.options.minutes is not None:  # such as after a restart
         keys += ["epochs", "max_steps", "schedule.corrections"]
     return request.recipe.override({key: continued.flat()[key] for key in keys})
@@ -485,8 +484,9 @@ def start_engine(
     splits: Mapping[str, Split],
     pack: Pack,
     world: World,
-    continued: Recipe | None,
     log: RunLog,
+    *,
+    is_new: bool,
 ) -> tuple[Engine, Recipe, HeadStage | None]:
     """Return the engine with initial weights, the recipe with its number format, and the fitted head if any."""
     recipe, options = request.recipe, request.options
@@ -513,7 +513,7 @@ def start_engine(
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
-        if options.minutes is not None and not continued and stage.share_right >= ENOUGH:
+        if options.minutes is not None and is_new and stage.share_right >= ENOUGH:
             left_out = "fine-tuning is left out: " if recipe.epochs else ""
             log.note(
                 f"{left_out}cross-validated heads classify {stage.share_right:.2%} of the images correctly; "

@@ -6,13 +6,13 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
+from flatout.config import FREE_KEYS, Recipe, from_dict, of_run
 from flatout.data.pack import Pack
 from flatout.distributed.environment import launched, restart_count
 from flatout.engine.base import Counts
@@ -258,76 +258,55 @@ def facts_of(context: TrainContext) -> JsonObject:
     return data_facts(context.pack) | {"functions": context.options.functions.in_training}
 
 
-def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Recipe | None:
-    """Return the recipe of the continued run; None if nothing was saved yet. All ranks call this."""
+def continued(request: TrainRequest, run_dir: Path, world: "World", note: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest intact checkpoint if the run is continued and has one. All ranks call this.
 
-    def read() -> Recipe | None:
-        if not newest_first(run_dir / run_files.CHECKPOINTS, _since(request)):
-            return None
-        if not request.recipe.epochs:
-            raise InputError("--resume: epochs = 0, but fine-tuning has begun; give more")
-        return of_run(load_recipe(run_dir / run_files.RECIPE))
-
-    return world.from_main(read) if _is_continued(request) else None
-
-
-def restore(context: TrainContext) -> Progress | None:
-    """If the run is continued, load the newest intact checkpoint into the engine, and return its progress, if any.
-
-    The main process reads the file, and the engine distributes the tensors. All ranks call this.
+    Only the main process has its tensors.
     """
-    engine, recipe, note = context.engine, context.recipe, context.log.note
-    if not (_is_continued(context.request) and recipe.epochs):
-        return None
-    tensors = dict[str, Any]()  # of the main process
+    tensors = dict[str, Any]()
 
-    def without_tensors() -> Checkpoint | None:
-        found = _read_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
-        if found:
-            tensors.update(found.tensors)
-            found.tensors.clear()
-        return found
-
-    newest = context.world.from_main(without_tensors)
-    if newest is None:
-        note("nothing was saved yet: training starts from the beginning")
+    def read() -> Checkpoint | None:
+        # A run to overwrite may have left older ones.
+        since = request.prepared_at if request.options.overwrite else 0.0
+        paths = [path for path in newest_first(run_dir / run_files.CHECKPOINTS) if path.stat().st_mtime >= since]
+        if paths and not request.recipe.epochs:
+            raise InputError("--resume: epochs = 0, but fine-tuning has begun; give more")
+        for path in paths:
+            try:
+                found = _read(path)
+            except InputError as error:
+                note(str(error))
+            else:
+                tensors.update(found.tensors)
+                return replace(found, tensors={})
+        if paths:
+            what = f"all {len(paths)} checkpoints are damaged"
+            raise InputError(f"{paths[0].parent}: {what}; train with --overwrite to start again")
+        if request.recipe.epochs:
+            note("nothing was saved yet: training starts from the beginning")
         return None
-    newest.check_resumable(recipe, facts_of(context), note)
-    progress = newest.progress
+
+    found = world.from_main(read) if request.options.resume or restart_count() > 0 else None
+    return replace(found, tensors=tensors) if found else None
+
+
+def restore(context: TrainContext, newest: Checkpoint) -> Progress:
+    """Load a checkpoint into the engine, which distributes the tensors; return its progress. All ranks call this."""
+    engine, tensors, progress, note = context.engine, newest.tensors, newest.progress, context.log.note
+    newest.check_resumable(context.recipe, facts_of(context), note)
     best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
     if progress.best:
         engine.load_state({**tensors, **best})
         progress.best = engine.snapshot(weights_only=True)
     engine.load_state(tensors)
+    tensors.clear()
     note(f"resumed after epoch {progress.epoch}, step {progress.step}")
     return progress
 
 
-def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
-    """Return the checkpoint files in a folder, newest first, without those older than `since`, by time.time."""
-    found = sorted(folder.glob("epoch-*.safetensors"), reverse=True)
-    return [path for path in found if path.stat().st_mtime >= since]
-
-
-def _is_continued(request: TrainRequest) -> bool:
-    return request.options.resume or restart_count() > 0
-
-
-def _since(request: TrainRequest) -> float:
-    """Return the time from which checkpoints belong to this run: a run to overwrite may have left older ones."""
-    return request.prepared_at if request.options.overwrite else 0.0
-
-
-def _read_newest(folder: Path, report: Callable[[str], None], since: float) -> Checkpoint | None:
-    paths = newest_first(folder, since)
-    for path in paths:
-        try:
-            return _read(path)
-        except InputError as error:
-            report(str(error))
-    if paths:
-        raise InputError(f"{folder}: all {len(paths)} checkpoints are damaged; train with --overwrite to start again")
-    return None
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoint files in a folder."""
+    return sorted(folder.glob("epoch-*.safetensors"), reverse=True)
 
 
 def _read(path: Path) -> Checkpoint:
