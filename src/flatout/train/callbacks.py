@@ -129,8 +129,8 @@ class CallbackRunner:
                     traceback.print_exception(error, file=sys.stderr)
                 # The first frame is this one.
                 frame = traceback.extract_tb(error.__traceback__)[:2][-1]
-                text = "".join(traceback.format_exception_only(error)).strip()
-                failure = CallbackFailed(f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})")
+                where, what = f"{frame.filename}, line {frame.lineno}", f"{type(error).__name__}: {error}"
+                failure = CallbackFailed(f"the callback {name} raised {what} ({where})")
                 failure.__cause__ = error
                 return failure
         return ended

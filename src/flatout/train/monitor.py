@@ -50,10 +50,9 @@ class Monitor(LoopHooks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        is_recording = os.environ.get("FLATOUT_RECORD", "") not in ("", "0")
-        samples = context.run_dir / run_files.LOGS / f"rank-{world.rank}.samples.jsonl"
-        self._samples = samples if is_recording else None
-        live = context.run_dir / run_files.LIVE
+        logs, live = context.run_dir / run_files.LOGS, context.run_dir / run_files.LIVE
+        is_recording = os.environ.get("FLATOUT_RECORD", "0") not in ("", "0")
+        self._samples = logs / f"rank-{world.rank}.samples.jsonl" if is_recording else None
         self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
 
     def replan(self) -> Recipe:
@@ -73,10 +72,7 @@ class Monitor(LoopHooks):
         return flags
 
     def begin_step(self, train: DeviceDataset, inputs: object) -> None:
-        """With FLATOUT_RECORD=1, write the samples and draws of the step, see `DeviceDataset.draws`.
-
-        The lines of a step, joined in rank order, are the same on any number of devices.
-        """
+        """With FLATOUT_RECORD=1, write the step's samples and draws: in rank order, the same on any devices."""
         if self._samples is None:
             return
         samples, transforms = train.draws(inputs)

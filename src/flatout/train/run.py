@@ -1,7 +1,4 @@
-"""A training run as one script; it reads top-down.
-
-`train` starts the processes that take part, and each of them calls `train_on_rank`.
-"""
+"""A training run, top-down: `train` starts the processes that take part, and each of them calls `train_on_rank`."""
 
 import contextlib
 import copy
@@ -154,22 +151,20 @@ def _check_batch(batch: int, ranks: int) -> None:
         )
 
 
-def _choose_processes(request: TrainRequest, pack: Pack, console: Console) -> TrainRequest:
+def _choose_processes(request: TrainRequest, pack: Pack, log: RunLog) -> TrainRequest:
     """Choose the processes of this host; a resumed run keeps its devices."""
-    options, spec, notes = request.options, request.options.devices, list[str]()
+    options, spec = request.options, request.options.devices
     if spec == "auto" and options.resume and options.out:
         with contextlib.suppress(OSError):
             spec, sentence = kept_devices((options.out / run_files.DEVICES).read_text(errors="replace"), options.engine)
-            notes.append(sentence)
+            log.note(sentence)
     start, stop = pack.splits["train"]
     devices, reason = choose_processes(
         spec, request.recipe, stop - start, lambda: fresh_model(request, pack), options.engine, seconds=options.seconds
     )
-    notes += [reason] if reason else []
-    for sentence in notes:
-        console.note(sentence)
-    options = replace(options, devices=str(devices), notes=(*options.notes, *notes))
-    return replace(request, options=options)
+    if reason:
+        log.note(reason)
+    return replace(request, options=replace(options, devices=str(devices), notes=tuple(log.notes)))
 
 
 @contextlib.contextmanager
@@ -190,7 +185,7 @@ def prepare_host(
         pack = pack_of_host(request, alone, log)
         recipe = with_task(request.recipe, pack.task, log.note)
         request = replace(request, recipe=recipe, data=pack, phase_seconds=log.seconds, prepared_at=prepared_at)
-        request = _choose_processes(request, pack, console)
+        request = _choose_processes(request, pack, log)
         if begins and request.run_dir and not (request.run_dir / run_files.DEVICES).is_file():
             folders.write_devices(request.run_dir, request.options.devices)
         yield request, pack
@@ -242,7 +237,6 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
     """Provide data, model and engine on one rank, while the run folder is locked. All ranks call this."""
     log = RunLog(console, request)
     with claimed_run_dir(request, world) as run_dir:
-        # Data and recipe
         pack = pack_of_host(request, world, log)
         splits = split_pack(pack, request.recipe, log)
         checkpoint = folders.continued(request, run_dir, world, log.note)
@@ -251,10 +245,9 @@ def set_up(console: Console, world: World, request: TrainRequest) -> Iterator[Tr
         _check_batch(min(recipe.batch_size, len(splits["train"])), world.size)
         agree(world, recipe, pack)
         log.lap("read")
-        # Model and engine
-        here = replace(request, recipe=recipe)
-        model = fresh_model(here, pack, log.note)
-        engine, recipe, stage = start_engine(model, here, splits, pack, world, log, is_new=not checkpoint)
+        request = replace(request, recipe=recipe)
+        model = fresh_model(request, pack, log.note)
+        engine, recipe, stage = start_engine(model, request, splits, pack, world, log, is_new=not checkpoint)
         with contextlib.closing(engine):
             names = [name for of_rank in world.all_gather_object(engine.device_names) for name in of_rank]
             for sentence in engine.describe():
@@ -513,13 +506,10 @@ def start_engine(
         stage = fit_to_features(
             model, recipe, splits, pack, make, world, class_weights=class_weights, report=log.note, engine=engine
         )
-        if options.minutes is not None and is_new and stage.share_right >= ENOUGH:
-            left_out = "fine-tuning is left out: " if recipe.epochs else ""
-            log.note(
-                f"{left_out}cross-validated heads classify {stage.share_right:.2%} of the images correctly; "
-                "more or different images would help more than time"
-            )
-            recipe = recipe.without_fine_tuning() if recipe.epochs else recipe
+        if recipe.epochs and options.minutes is not None and is_new and stage.share_right >= ENOUGH:
+            right = f"cross-validated heads classify {stage.share_right:.2%} of the images correctly"
+            log.note(f"fine-tuning is left out: {right}; more or different images would help more than time")
+            recipe = recipe.without_fine_tuning()
         if not recipe.epochs:
             stage.give(engine or model)
         return stage, recipe
