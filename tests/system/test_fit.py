@@ -147,14 +147,8 @@ def test_wrong_arguments_are_named(run: flatout.Run, tmp_path: Path, monkeypatch
     fails("int", Net(), 3)
     fails("no job and no data")
     fails("resume needs out", Net(), data, resume=True)
-    fails(
-        "transform: is never called, as only the head is fitted",
-        Net(),
-        data,
-        epochs=0,
-        linear_probe=True,
-        transform=torch.nn.Identity(),
-    )
+    only_head = {"epochs": 0, "linear_probe": True, "transform": torch.nn.Identity()}
+    fails("transform: is never called, as only the head is fitted", Net(), data, **only_head)
     fails(r"validation_data: goes with arrays", Net(), "photos", validation_data=data)
     fails(r"validation_data: data has validation images", Net(), {"train": data, "valid": data}, validation_data=data)
     assert not (tmp_path / "runs").exists()

@@ -14,6 +14,7 @@ from torch import nn
 
 import flatout
 from flatout.utils.errors import InputError
+from tests.system.run_files import grey_levels
 
 
 def state() -> dict[str, Any]:
@@ -39,11 +40,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(1)
-    return rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8), rng.integers(0, 3, 64)
 
 
 def net() -> nn.Module:
@@ -74,7 +70,7 @@ class Fails(nn.Module):
 def test_fit_leaves_the_process_as_it_was(
     model: nn.Module, changes: dict[str, Any], error: type[Exception] | None, threads: None, tmp_path: Path
 ) -> None:
-    samples, before = data(), state()
+    samples, before = grey_levels(64), state()
     with pytest.raises(error) if error else contextlib.nullcontext():
         run = flatout.fit(model, samples, out=tmp_path / "run", epochs=2, batch_size=16, quiet=True, **changes)
         run.evaluate(samples)

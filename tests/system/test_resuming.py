@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -90,34 +89,19 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
     assert summary(run)["world_size"] == 1
 
 
-def test_processes_that_are_killed_as_they_start_are_kept(
-    data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("where", "devices", "kept"),
+    [("flatout.train.run.pack_of_host", "cpu", "cpu"), ("flatout.engine.factory.launch", "auto", "2xcpu")],
+)
+def test_a_run_that_is_killed_while_it_packs_or_starts_processes_keeps_its_devices(
+    where: str, devices: str, kept: str, data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch
 ) -> None:
-    started = []
-
-    def launch(*words: object, names: Sequence[str], **options: object) -> None:
-        started.append(names)
-        raise Killed
-
-    monkeypatch.setattr(factory, "launch", launch)
-    run, speeds[2] = tmp_path / "run", 0.1
+    speeds[2] = 0.1
+    monkeypatch.setattr(where, lambda *_, **__: kill())
     with pytest.raises(Killed):
-        main(command(data, run, *AUTO))
-    speeds[2] = 10.0
-    with pytest.raises(Killed):
-        main(["train", "--resume", "--out", str(run)])
-    assert [tuple(names) for names in started] == [("cpu", "cpu")] * 2
-
-
-def test_a_run_that_is_killed_while_it_packs_keeps_its_devices(
-    data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, speeds[2] = tmp_path / "run", 0.1
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.train.run.pack_of_host", lambda *_: kill())
-        main(command(data, run, *AUTO, "--epochs", "1", "--devices", "cpu"))
-    assert main(["train", "--resume", "--out", str(run)]) == 0
-    assert summary(run)["world_size"] == 1
+        main(command(data, tmp_path / "run", *AUTO, "--devices", devices))
+    assert (tmp_path / "run" / "logs" / "devices").read_text() == kept
+    assert (tmp_path / "run" / "recipe.toml").is_file(), "--resume needs no job"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])

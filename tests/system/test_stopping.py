@@ -17,7 +17,7 @@ import flatout
 from flatout.cli.main import main
 from flatout.train import monitor
 from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
-from tests.system.run_files import summary, weights
+from tests.system.run_files import grey_levels, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -69,11 +69,11 @@ def test_a_run_that_is_stopped_after_it_was_finished_has_no_predictions_of_earli
 
 
 class Stopping(nn.Module):
-    """A net with a frozen layer that sends its process a signal in a batch of a pass without gradients."""
+    """A net with a frozen layer that terminates its process in a batch of a pass without gradients."""
 
-    def __init__(self, path: Path, *, at: int, number: int, rank: str = "0", freeze: bool = False) -> None:
+    def __init__(self, path: Path, *, at: int, rank: str = "0", freeze: bool = False) -> None:
         super().__init__()
-        self.path, self.at, self.number, self.rank = str(path), at, number, rank
+        self.path, self.at, self.rank = str(path), at, rank
         self.first, self.last = nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), nn.Linear(8, 3)
         if freeze:
             self.first.requires_grad_(False)
@@ -88,18 +88,14 @@ class Stopping(nn.Module):
         with Path(f"{self.path}-{rank}").open("a") as file:
             file.write("batch\n")
         if rank == self.rank and len(Path(f"{self.path}-{rank}").read_text().splitlines()) == self.at:
-            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x))
 
 
-def images(seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    return {
-        name: (rng.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8), np.arange(count) % 3)
-        for name, count in (("train", 60), ("valid", 60))
-    }
+def images() -> dict[str, Any]:
+    return {name: grey_levels(60, noise=256, step=0, seed=seed) for seed, name in enumerate(("train", "valid"))}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +105,7 @@ def images(seed: int = 0) -> dict[str, Any]:
 )
 def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: Path) -> None:
     calls, out = tmp_path / "calls", tmp_path / "run"
-    net = Stopping(calls, at=at, number=signal.SIGTERM, freeze=frozen)
+    net = Stopping(calls, at=at, freeze=frozen)
     settings: dict[str, Any] = {"epochs": 2, "batch_size": 4, "devices": "cpu", "quiet": True, "out": out}
     settings["schedule.name"] = "constant"
     with pytest.raises(KeyboardInterrupt):
@@ -117,7 +113,7 @@ def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: P
     assert len(Path(f"{calls}-0").read_text().splitlines()) == at
     assert summary(out)["stopped"].startswith("terminated")
     assert list((out / "checkpoints").iterdir())
-    fresh = [Stopping(tmp_path / "none", at=0, number=0, freeze=frozen) for _ in range(2)]
+    fresh = [Stopping(tmp_path / "none", at=0, freeze=frozen) for _ in range(2)]
     for net in fresh:
         net.load_state_dict(fresh[0].state_dict())
     resumed = flatout.fit(fresh[0], images(), **settings, resume=True)
@@ -128,7 +124,7 @@ def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: P
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_the_evaluation_of_all(tmp_path: Path) -> None:
     calls, out = tmp_path / "calls", tmp_path / "run"
-    net = Stopping(calls, at=2, number=signal.SIGTERM, rank="1")
+    net = Stopping(calls, at=2, rank="1")
     with pytest.raises(KeyboardInterrupt):
         flatout.fit(net, images(), epochs=2, batch_size=4, devices="2xcpu", quiet=True, out=out)
     assert all(len(Path(f"{calls}-{rank}").read_text().splitlines()) <= 3 for rank in range(2))
