@@ -78,62 +78,58 @@ class Callback:
 METHODS = ("on_start", "on_epoch_end", "on_end")
 
 
-class CallbackRunner:
-    """Calls the callbacks of a run on rank 0, `on_start` at once; all ranks raise what they raise."""
+def call_on_start(context: "TrainContext", progress: "Progress") -> None:
+    """Call `on_start`. All ranks call this and the next two, and raise what a callback on rank 0 raises."""
+    info = RunInfo(
+        path=context.run_dir,
+        recipe=context.recipe,
+        classes=context.pack.classes,
+        devices=context.devices,
+        parameters=context.parameters,
+        epoch=progress.epoch,
+    )
+    _call(context, "on_start", info)
 
-    def __init__(self, context: "TrainContext", progress: "Progress") -> None:
-        self._context, self._callbacks, self._world = context, context.options.callbacks, context.world
-        info = RunInfo(
-            path=context.run_dir,
-            recipe=context.recipe,
-            classes=context.pack.classes,
-            devices=context.devices,
-            parameters=context.parameters,
-            epoch=progress.epoch,
-        )
-        self._call("on_start", info)
 
-    def epoch(self, line: JsonObject) -> str:
-        """Call `on_epoch_end` with a line of metrics.jsonl; return the reason to end training here, or ""."""
-        return self._call("on_epoch_end", line["epoch"], {key: line[key] for key in line if key != "epoch"})
+def call_on_epoch_end(context: "TrainContext", record: JsonObject) -> str:
+    """Call `on_epoch_end`; return the reason to end training here, or ""."""
+    return _call(context, "on_epoch_end", record["epoch"], {key: record[key] for key in record if key != "epoch"})
 
-    def end(self, failure: BaseException | None) -> BaseException | None:
-        """Call `on_end`; return `failure`, or a callback's failure."""
+
+def call_on_end(context: "TrainContext", failure: BaseException | None) -> BaseException | None:
+    """Call `on_end`; return `failure`, or a callback's failure."""
+    try:
+        _call(context, "on_end", read_summary(context.run_dir, {}) if context.options.callbacks else {})
+    except CallbackFailed as error:
+        if failure is None:
+            return error
+        context.log.console.note(str(error))
+    return failure
+
+
+def _call(context: "TrainContext", method: str, *arguments: object) -> str:
+    outcome: str | CallbackFailed = ""
+    for callback in context.options.callbacks if context.world.is_main else ():
+        name = f"{type(callback).__name__}.{method}"
         try:
-            self._call("on_end", read_summary(self._context.run_dir, {}) if self._callbacks else {})
-        except CallbackFailed as error:
-            if failure:
-                self._context.log.console.note(str(error))
-            return failure or error
-        return failure
-
-    def _call(self, method: str, *arguments: object) -> str:
-        if not self._callbacks:
-            return ""
-        outcome = self._world.broadcast_object(self._call_each(method, arguments) if self._world.is_main else "")
-        if isinstance(outcome, CallbackFailed):
-            raise outcome
-        return outcome
-
-    def _call_each(self, method: str, arguments: tuple[object, ...]) -> str | CallbackFailed:
-        ended = ""
-        for callback in self._callbacks:
-            name = f"{type(callback).__name__}.{method}"
-            try:
-                # Each callback gets a copy, which it may change.
-                if getattr(callback, method)(*copy.deepcopy(arguments)) is True:
-                    ended = f"{name} ended training"
-            except Exception as error:
-                if launched() is not None:
-                    # The process that shows the message does not get the traceback; log it here.
-                    traceback.print_exception(error, file=sys.stderr)
-                # The first frame is this one.
-                frame = traceback.extract_tb(error.__traceback__)[:2][-1]
-                where, what = f"{frame.filename}, line {frame.lineno}", f"{type(error).__name__}: {error}"
-                failure = CallbackFailed(f"the callback {name} raised {what} ({where})")
-                failure.__cause__ = error
-                return failure
-        return ended
+            # Each callback gets a copy, which it may change.
+            if getattr(callback, method)(*copy.deepcopy(arguments)) is True:
+                outcome = f"{name} ended training"
+        except Exception as error:
+            if launched() is not None:
+                # The process that shows the message does not get the traceback; log it here.
+                traceback.print_exception(error, file=sys.stderr)
+            # The first frame is this one.
+            frame = traceback.extract_tb(error.__traceback__)[:2][-1]
+            where, what = f"{frame.filename}, line {frame.lineno}", f"{type(error).__name__}: {error}"
+            outcome = CallbackFailed(f"the callback {name} raised {what} ({where})")
+            outcome.__cause__ = error
+            break
+    if context.options.callbacks:
+        outcome = context.world.broadcast_object(outcome)
+    if isinstance(outcome, CallbackFailed):
+        raise outcome
+    return outcome
 
 
 def callbacks_of(given: Callback | str | Iterable[Callback | str]) -> tuple[Callback, ...]:
@@ -307,39 +303,39 @@ class UserFunctions:
         """Return arguments of the torch engine."""
         if not self.in_training:
             return {}
-        per_image = [PerImage(self.transform, recipe)] if self.transform else []
-        return {"loss": self.loss, "batch_transforms": (*per_image, *self.batch_transforms)}
+        of_images = [per_image(self.transform, recipe)] if self.transform else []
+        return {"loss": self.loss, "batch_transforms": (*of_images, *self.batch_transforms)}
 
 
-class PerImage:
-    """Applies transforms of single images, float32 [C, H, W] in 0..1, to a batch of normalised images."""
+def per_image(transforms: tuple[Function, ...], recipe: Recipe) -> Function:
+    """Return a transform of normalised batches that applies those of single images, float32 [C, H, W] in 0..1."""
 
-    def __init__(self, transforms: tuple[Function, ...], recipe: Recipe) -> None:
-        self._transforms, self._data = transforms, recipe.data
-
-    def __call__(self, images_BCHW: "Tensor") -> "Tensor":
+    def transformed(images_BCHW: "Tensor") -> "Tensor":
         import torch
 
-        mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (self._data.mean, self._data.std))
+        mean, std = (images_BCHW.new_tensor(v).reshape(-1, 1, 1) for v in (recipe.data.mean, recipe.data.std))
         # Mixing and erasing stay in 0..1, but rounding may exceed it.
         images = (images_BCHW * std + mean).clamp(0, 1)
-        return (torch.stack([self._changed(image) for image in images]) - mean) / std
+        return (torch.stack([_transformed(image, transforms) for image in images]) - mean) / std
 
-    def _changed(self, image_CHW: "Tensor") -> "Tensor":
-        def described(value: Any) -> str:
-            return f"{value.dtype} {[*value.shape]}" if hasattr(value, "dtype") else type(value).__name__
+    return transformed
 
-        wanted = described(image_CHW)
-        takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"
-        for transform in self._transforms:
-            name = getattr(transform, "__name__", type(transform).__name__)
-            try:
-                image_CHW = transform(image_CHW)
-            except Exception as error:  # users' functions may raise anything
-                raise InputError(f"transform: {name} raised {type(error).__name__}: {error}; {takes}") from error
-            if (found := described(image_CHW)) != wanted:
-                raise InputError(f"transform: {name} returned {found}; {takes}")
-        return image_CHW
+
+def _transformed(image_CHW: "Tensor", transforms: tuple[Function, ...]) -> "Tensor":
+    def described(value: Any) -> str:
+        return f"{value.dtype} {[*value.shape]}" if hasattr(value, "dtype") else type(value).__name__
+
+    wanted = described(image_CHW)
+    takes = f"images are tensors, {wanted} in 0..1; leave ToTensor, Normalize and Resize out"
+    for transform in transforms:
+        name = getattr(transform, "__name__", type(transform).__name__)
+        try:
+            image_CHW = transform(image_CHW)
+        except Exception as error:  # users' functions may raise anything
+            raise InputError(f"transform: {name} raised {type(error).__name__}: {error}; {takes}") from error
+        if (found := described(image_CHW)) != wanted:
+            raise InputError(f"transform: {name} returned {found}; {takes}")
+    return image_CHW
 
 
 def user_functions(loss: Function | None, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:

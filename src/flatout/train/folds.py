@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,13 +30,12 @@ from flatout.utils.console import Console
 from flatout.utils.errors import InputError, TrainingFailed
 from flatout.utils.run_files import JsonObject
 
+TrainRun: TypeAlias = Callable[[TrainRequest], Path]
 # Fields of a fold's summary that the cross-validation's summary also has.
 _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
 
 
-def cross_validate(
-    request: TrainRequest, pack: Pack, console: Console, train_run: Callable[[TrainRequest], Path]
-) -> Path:
+def cross_validate(request: TrainRequest, pack: Pack, console: Console, train_run: TrainRun) -> Path:
     """Train a run for each fold of `recipe.data.folds`, and return the folder of all, which is claimed.
 
     Every fold is a run in `fold-N`: trained on the other folds and validated on its own, which is not used to choose an
@@ -64,9 +64,7 @@ def cross_validate(
     return folder
 
 
-def _train_fold(
-    fold: int, folder: Path, request: TrainRequest, console: Console, train_run: Callable[[TrainRequest], Path]
-) -> None:
+def _train_fold(fold: int, folder: Path, request: TrainRequest, console: Console, train_run: TrainRun) -> None:
     recipe, options, out = request.recipe, request.options, folder / run_files.FOLD.format(fold)
     summary = run_files.read_summary(out, {})
     # A callback that ends a fold ends it for good.

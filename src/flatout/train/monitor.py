@@ -17,7 +17,7 @@ from flatout.config import Recipe
 from flatout.distributed.world import Control, Flag
 from flatout.engine.base import DeviceDataset
 from flatout.train.budget import Budget, with_length
-from flatout.train.callbacks import CallbackRunner
+from flatout.train.callbacks import call_on_epoch_end
 from flatout.train.loop import LoopHooks
 from flatout.train.request import Progress, TrainContext, metrics_of
 from flatout.train.run_dir import BEST, Checkpoint, facts_of
@@ -38,11 +38,9 @@ LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
 class Monitor(LoopHooks):
     """Keeps the run folder and the console up to date; its context has the length that fits the time budget."""
 
-    def __init__(
-        self, context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
-    ) -> None:
+    def __init__(self, context: TrainContext, progress: Progress, budget: Budget | None) -> None:
         engine, world = context.engine, context.world
-        self.context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
+        self.context, self._progress, self._budget = context, progress, budget
         self._engine, self._console, self._steps = engine, context.log.console, context.steps_per_epoch
         self._record_every = math.ceil(self.context.recipe.total_steps(self._steps) / RECORDED_LOSSES)
         self._loss: float | None = None
@@ -112,7 +110,7 @@ class Monitor(LoopHooks):
         self._console.note(f"{described}  best so far" if is_best else described)
         if context.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
-        ended = self._callbacks.epoch(progress.history[-1])
+        ended = call_on_epoch_end(context, progress.history[-1])
         return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:

@@ -35,7 +35,7 @@ from flatout.models.pretrained import load_pretrained
 from flatout.tasks import statistics, task_of, weights_of, with_task
 from flatout.train import run_dir as folders
 from flatout.train.budget import Budget, fastest_precision, plan_minutes
-from flatout.train.callbacks import CallbackRunner
+from flatout.train.callbacks import call_on_end, call_on_start
 from flatout.train.finish import finish
 from flatout.train.folds import cross_validate
 from flatout.train.head import ENOUGH, HeadStage, fit_to_features
@@ -220,10 +220,10 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
         # Train, evaluate, write the run
         failure = None
         with signals_noted(world.control):
-            callbacks = CallbackRunner(context, progress)
+            call_on_start(context, progress)
             if context.datasets:
-                context, failure = run_epochs(context, progress, budget, callbacks)
-            failure = callbacks.end(finish(context, progress, failure))
+                context, failure = run_epochs(context, progress, budget)
+            failure = call_on_end(context, finish(context, progress, failure))
         # Ranks that have left are not ended when another one fails.
         world.barrier()
         world.leave()
@@ -314,14 +314,14 @@ def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, De
 
 
 def run_epochs(
-    context: TrainContext, progress: Progress, budget: Budget | None, callbacks: CallbackRunner
+    context: TrainContext, progress: Progress, budget: Budget | None
 ) -> tuple[TrainContext, BaseException | None]:
     """Run the loop and save its end; return the context with the recipe's final length, and what ended it early."""
     recipe, log = context.recipe, context.log
     what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
     log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     log.end_setup()
-    monitor = Monitor(context, progress, budget, callbacks)
+    monitor = Monitor(context, progress, budget)
     failure, is_sound = None, True
     try:
         log.stopped = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
