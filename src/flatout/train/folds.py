@@ -2,8 +2,6 @@
 
 import statistics
 import time
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,11 +98,10 @@ def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, s
     numbers = range(1, recipe.data.folds + 1)
     names = [run_files.FOLD.format(number) for number in numbers]
     summaries = [run_files.read_summary(folder / name, {}) for name in names]
-    saved = [_read_predictions(folder / name) for name in names]
-    order = np.argsort(np.concatenate([arrays["row"] for arrays in saved]), kind="stable")
-    rows, labels, probabilities = (
-        np.concatenate([arrays[key] for arrays in saved])[order] for key in ("row", "labels", "probabilities")
-    )
+    saved = [_read_predictions(folder / name, found) for name, found in zip(names, summaries, strict=True)]
+    joined = {key: np.concatenate([getattr(one, key) for one in saved]) for key in ("row", "labels", "probabilities")}
+    order = np.argsort(joined["row"], kind="stable")
+    rows, labels, probabilities = (values[order] for values in joined.values())
     task = replace(task_of(recipe), own_metrics=request.options.functions.metrics)
     losses = [s["valid_loss"] * s["valid_count"] if s["valid_loss"] is not None else np.nan for s in summaries]
     held_out = Evaluation(
@@ -116,10 +113,11 @@ def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, s
     )
     figures = {"loss": held_out.loss, **held_out.metrics, "count": len(labels)}
     joint = {f"valid_{key}": value for key, value in figures.items()}
-    more = {"fold": np.repeat(numbers, [len(arrays["row"]) for arrays in saved])[order]}
-    if all("test_probabilities" in arrays for arrays in saved):
+    more = {"fold": np.repeat(numbers, [len(one.labels) for one in saved])[order]}
+    of_test = [one.test_probabilities for one in saved if one.test_probabilities is not None]
+    if len(of_test) == len(saved):
         start, stop = pack.splits["test"]
-        more["test_probabilities"] = np.mean([arrays["test_probabilities"] for arrays in saved], axis=0)
+        more["test_probabilities"] = np.mean(of_test, axis=0)
         predicted, actual = task.predicted_from(more["test_probabilities"]), pack.labels[start:stop]
         metrics = {**task.metrics(predicted, actual), **task.own(predicted, actual), "count": stop - start}
         joint |= {f"test_{key}": value for key, value in metrics.items()}
@@ -143,13 +141,11 @@ def _finish(folder: Path, request: TrainRequest, pack: Pack, console: Console, s
         console.note(f"report: {folder / run_files.REPORT}")
 
 
-def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
-    path = folder / run_files.PREDICTIONS
-    try:
-        with np.load(path) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}; remove {folder} and continue with --resume") from None
+def _read_predictions(folder: Path, summary: JsonObject) -> run_files.Predictions:
+    missing = dict[str, str]()
+    if found := run_files.read_predictions(folder, summary, missing):
+        return found
+    raise InputError(f"{folder}: {missing[run_files.PREDICTIONS]} Remove the folder and continue with --resume")
 
 
 def _summary(request: TrainRequest, log: RunLog, pack: Pack, folds: list[JsonObject]) -> JsonObject:

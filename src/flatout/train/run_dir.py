@@ -49,7 +49,8 @@ def check(options: Options) -> None:
     if options.resume and options.out is None:
         raise InputError("resume needs out, the run folder to continue")
     if options.hosts.most == 1 and launched() is None:
-        _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
+        with contextlib.suppress(OSError):  # `claimed` says what is wrong
+            _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
@@ -85,11 +86,8 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise InputError("--resume and --overwrite contradict each other: give one of them")
-    try:
-        if folder is None or not folder.exists() or _is_empty(folder):
-            return
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+    if folder is None or not folder.exists() or _is_empty(folder):
+        return
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
     if not (folder / run_files.RECIPE).is_file():

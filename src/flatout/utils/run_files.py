@@ -52,6 +52,7 @@ class Predictions:
     mistakes: np.ndarray  # likewise
     heatmaps: np.ndarray | None = None  # of the first mistakes, uint8 [.., H, W], of the centre of larger images
     row: np.ndarray | None = None  # int64 [N], of each image in the pack
+    test_probabilities: np.ndarray | None = None  # of the test images, beside those that a fold holds out
     name: np.ndarray | None = None  # text [N], their files, if they are files
     brightness: np.ndarray | None = None  # the mean values of some images, to recognise them, float32 in 0..1
 
