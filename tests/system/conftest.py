@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
@@ -59,6 +60,15 @@ def one_picture_in_module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.report.page.draw_all", draw)
         yield
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with random images of three classes, as files of arrays."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    np.save(folder / "images.npy", rng.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8))
+    np.save(folder / "labels.npy", np.arange(120) % 3)
+    return folder
 
 
 @pytest.fixture

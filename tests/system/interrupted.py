@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,14 +13,6 @@ from flatout.train import monitor
 from tests.system.run_files import metrics, summary, weights
 
 EPOCHS = 3
-
-
-def write_images(folder: Path) -> Path:
-    """Write random images of three classes, as files of arrays; return the folder."""
-    rng = np.random.default_rng(0)
-    np.save(folder / "images.npy", rng.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8))
-    np.save(folder / "labels.npy", np.arange(120) % 3)
-    return folder
 
 
 def command(data: Path, out: Path, *changes: str) -> list[str]:

@@ -15,15 +15,10 @@ from flatout.cli.main import main
 from flatout.config import load_recipe
 from flatout.engine import factory
 from flatout.engine.schedule import learning_rate
-from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
+from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume
 from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("data"))
 
 
 def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Path) -> None:

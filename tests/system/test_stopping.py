@@ -16,15 +16,10 @@ from torch import nn
 import flatout
 from flatout.cli.main import main
 from flatout.train import monitor
-from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
+from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume
 from tests.system.run_files import grey_levels, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
