@@ -225,7 +225,7 @@ def _summary(context: TrainContext, progress: Progress, results: dict[str, Evalu
         "images_trained": progress.images_trained,
         "images_per_second": progress.images_trained / trained_for if trained_for else None,
         "train_seconds": trained_for,
-        "setup_seconds": log.setup_seconds,
+        "setup_seconds": sum(log.seconds.values()),
         "wall_seconds": log.wall_seconds(progress),
         **figures,
         "train_loss_by_step": progress.step_losses,

@@ -29,12 +29,9 @@ FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 class LoopHooks:
     """Hooks of the loop; all processes call each method at the same point."""
 
-    def flags(self) -> Flag:
-        """Return the flags to send to all processes with the next step."""
+    def begin_step(self, train: DeviceDataset, inputs: object) -> Flag:
+        """Called before every step with its inputs; return the flags to send to all processes with it."""
         return Flag.NONE
-
-    def begin_step(self, train: DeviceDataset, inputs: object) -> None:
-        """Called before every step with its inputs."""
 
     def step(self) -> bool:
         """Called after every step; return whether to fetch the loss even without a request."""
@@ -113,8 +110,7 @@ class TrainingLoop:
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in self._waiting(train.feed(batches)):
             rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
-            control.request(self.hooks.flags())
-            self.hooks.begin_step(train, inputs)
+            control.request(self.hooks.begin_step(train, inputs))
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)

@@ -59,7 +59,9 @@ class Monitor(LoopHooks):
         self.context = with_length(self.context, planned)
         return self.context.recipe
 
-    def flags(self) -> Flag:
+    def begin_step(self, train: DeviceDataset, inputs: object) -> Flag:
+        if self._samples:
+            self._record(self._samples, train, inputs)
         flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
         if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
             # Only once: it may take some steps until all ranks know.
@@ -69,15 +71,13 @@ class Monitor(LoopHooks):
             flags |= Flag.REPLAN
         return flags
 
-    def begin_step(self, train: DeviceDataset, inputs: object) -> None:
+    def _record(self, path: Path, train: DeviceDataset, inputs: object) -> None:
         """With FLATOUT_RECORD=1, write the step's samples and draws: in rank order, the same on any devices."""
-        if self._samples is None:
-            return
         samples, transforms = train.draws(inputs)
         line = {"epoch": self._progress.epoch + 1, "step": self._progress.step + 1, "samples": samples.tolist()}
         if transforms:
             line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
-        with self._samples.open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def step(self) -> bool:

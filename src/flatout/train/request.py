@@ -151,7 +151,7 @@ class RunLog:
         # A checkpoint counts the time before it, so a restarted rank counts from here.
         is_first = restart_count() == 0
         self.seconds = dict(request.phase_seconds) if is_first else {}
-        self.setup_seconds, self.stopped = 0.0, ""  # `stopped`: why training ended early
+        self.stopped = ""  # why training ended early
         self._began = request.options.began if is_first else time.perf_counter()
         self._lap = self._began + sum(self.seconds.values())
 
@@ -165,10 +165,6 @@ class RunLog:
         now = time.perf_counter()
         self.seconds |= {phase: now - self._lap - sum(parts.values()), **parts}
         self._lap = now
-
-    def end_setup(self) -> None:
-        """Mark the end of the set-up."""
-        self.setup_seconds = time.perf_counter() - self._began
 
     def wall_seconds(self, progress: Progress) -> float:
         """Return the time since the run's first command, without time lost when it was killed."""

@@ -320,7 +320,6 @@ def run_epochs(
     recipe, log = context.recipe, context.log
     what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
     log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
-    log.end_setup()
     monitor = Monitor(context, progress, budget)
     failure, is_sound = None, True
     try:
@@ -423,22 +422,17 @@ def resolve_auto_values(recipe: Recipe, pack: Pack, splits: Mapping[str, Split],
     if pack.task == "regression" and not recipe.data.label_std:
         found["data.label_mean"], found["data.label_std"] = statistics(train.labels)
     if recipe.data.order == "auto":
-        found["data.order"] = world.broadcast_object(_order_for_memory(train, world, log))
+        free = min(world.all_gather_object(available_memory()))
+        exceeds_memory = train.is_on_disk and train.nbytes > free
+        if exceeds_memory:
+            needed, available = (f"{size / 2**30:.1f} GiB of" for size in (train.nbytes, free))
+            log.note(f"data.order = blocks: {needed} training images are more than the {available} available memory")
+        found["data.order"] = world.broadcast_object("blocks" if exceeds_memory else "full")
     recipe = with_task(recipe.override(found), pack.task, log.note)
     if recipe.optimizer.lr_base_batch not in (0, recipe.batch_size):
         steps = steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last)
         log.note(describe_scaling(recipe, recipe.length_at(0, steps)[0]))
     return recipe
-
-
-def _order_for_memory(train: Split, world: World, log: RunLog) -> str:
-    """Return "blocks" if the images on disk exceed the memory of a host, else "full"."""
-    free = min(world.all_gather_object(available_memory()))
-    if not train.is_on_disk or train.nbytes <= free:
-        return "full"
-    needed, available = (f"{size / 2**30:.1f} GiB of" for size in (train.nbytes, free))
-    log.note(f"data.order = blocks: {needed} training images are more than the {available} available memory")
-    return "blocks"
 
 
 def agree(world: World, recipe: Recipe, pack: Pack) -> None:
