@@ -96,15 +96,14 @@ def call_on_epoch_end(context: "TrainContext", record: JsonObject) -> str:
     return _call(context, "on_epoch_end", record["epoch"], {key: record[key] for key in record if key != "epoch"})
 
 
-def call_on_end(context: "TrainContext", failure: BaseException | None) -> BaseException | None:
-    """Call `on_end`; return `failure`, or a callback's failure."""
+def call_on_end(context: "TrainContext") -> None:
+    """Call `on_end`; the run ends with a callback's failure, if not with another."""
     try:
         _call(context, "on_end", read_summary(context.run_dir, {}) if context.options.callbacks else {})
     except CallbackFailed as error:
-        if failure is None:
-            return error
-        context.log.console.note(str(error))
-    return failure
+        if context.log.failure:
+            context.log.console.note(str(error))
+        context.log.failure = context.log.failure or error
 
 
 def _call(context: "TrainContext", method: str, *arguments: object) -> str:

@@ -33,20 +33,20 @@ from flatout.utils.host import installed, peak_rss_bytes
 from flatout.utils.run_files import JsonObject
 
 
-def finish(context: TrainContext, progress: Progress, failure: BaseException | None) -> BaseException | None:
-    """Evaluate and write the run; return `failure`, or the signal that ended the evaluation. All ranks call this."""
+def finish(context: TrainContext, progress: Progress) -> None:
+    """Evaluate and write the run. All ranks call this."""
     if progress.best:
         context.engine.restore(progress.best)
     evaluations, known, began, log = dict[str, Evaluation](), None, time.perf_counter(), context.log
-    if isinstance(failure, Stopped):
+    if isinstance(log.failure, Stopped):
         # Some ranks receive the signal that ended training only now.
         context.world.control.ignore_interrupts()
     try:
         # A terminated run skips the evaluation.
-        if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
+        if not (isinstance(log.failure, Stopped) and log.failure.signal_number == signal.SIGTERM):
             known = _evaluate(context, progress, evaluations)
     except Stopped as error:
-        log.stopped, failure = log.stopped or f"{error.how} during evaluation", failure or error
+        log.stopped, log.failure = log.stopped or f"{error.how} during evaluation", log.failure or error
         log.note(log.stopped)
     progress.evaluate_seconds += time.perf_counter() - began
     # All processes take part in these two.
@@ -56,7 +56,6 @@ def finish(context: TrainContext, progress: Progress, failure: BaseException | N
     memory = {"peak_rss_bytes": sum(peak for peak, _ in peaks), "peak_device_bytes": max(device) if device else None}
     # No process ends before the run is complete.
     context.world.from_main(lambda: _write(context, progress, evaluations, known, state, memory))
-    return failure
 
 
 def _shown_split(context: TrainContext) -> str | None:

@@ -151,7 +151,8 @@ class RunLog:
         # A checkpoint counts the time before it, so a restarted rank counts from here.
         is_first = restart_count() == 0
         self.seconds = dict(request.phase_seconds) if is_first else {}
-        self.stopped = ""  # why training ended early
+        self.stopped = ""  # why the run ended early
+        self.failure: BaseException | None = None  # the exception that it ends with
         self._began = request.options.began if is_first else time.perf_counter()
         self._lap = self._began + sum(self.seconds.values())
 

@@ -218,17 +218,17 @@ def train_on_rank(console: Console, world: World, request: TrainRequest) -> Path
         begin_run_dir(context, overwrite=request.options.overwrite and not checkpoint)
         write_metrics(context, progress)
         # Train, evaluate, write the run
-        failure = None
         with signals_noted(world.control):
             call_on_start(context, progress)
             if context.datasets:
-                context, failure = run_epochs(context, progress, budget)
-            failure = call_on_end(context, finish(context, progress, failure))
+                context = run_epochs(context, progress, budget)
+            finish(context, progress)
+            call_on_end(context)
         # Ranks that have left are not ended when another one fails.
         world.barrier()
         world.leave()
-    if failure:
-        raise failure
+    if context.log.failure:
+        raise context.log.failure
     return context.run_dir
 
 
@@ -313,23 +313,21 @@ def place(context: TrainContext, *, only_train: bool = False) -> Mapping[str, De
     return datasets
 
 
-def run_epochs(
-    context: TrainContext, progress: Progress, budget: Budget | None
-) -> tuple[TrainContext, BaseException | None]:
-    """Run the loop and save its end; return the context with the recipe's final length, and what ended it early."""
+def run_epochs(context: TrainContext, progress: Progress, budget: Budget | None) -> TrainContext:
+    """Run the loop and save its end; return the context with the recipe's final length."""
     recipe, log = context.recipe, context.log
     what = f"{recipe.model} ({context.parameters:,} parameters) on {len(context.splits['train']):,} images"
     log.console.note(f"training {what}, {counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}")
     monitor = Monitor(context, progress, budget)
-    failure, is_sound = None, True
+    is_sound = True
     try:
         log.stopped = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
     except TrainingFailed as error:
-        log.stopped, failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
+        log.stopped, log.failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
     except Stopped as stopped:
-        log.stopped, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+        log.stopped, log.failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
     log.console.finish()
     if is_sound:
         monitor.checkpoint()
@@ -337,7 +335,7 @@ def run_epochs(
         monitor.restore()
     if log.stopped:
         log.note(log.stopped)
-    if isinstance(failure, Stopped):
+    if isinstance(log.failure, Stopped):
         # A single fold may be trained on its own.
         whole = context.run_dir.parent
         is_part = recipe.data.fold and (whole / run_files.RECIPE).is_file()
@@ -345,7 +343,7 @@ def run_epochs(
         in_python = context.options.functions.in_training or context.request.module or not recipe.data.path
         command = "flatout.fit(..., resume=True) with the same arguments"
         log.console.note(f"continue with: {command if in_python else f'flatout train --resume --out {folder}'}")
-    return monitor.context, failure
+    return monitor.context
 
 
 def _train_and_return_callbacks(
