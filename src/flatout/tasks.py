@@ -66,9 +66,9 @@ class Task(ABC):
         """Return the targets of the loss for labels of a pack: [N] or [N, K], int64 or float32."""
         return labels
 
-    @abstractmethod
-    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        """Return random labels for measuring speed."""
+    def blank_labels(self, count: int, classes: int) -> np.ndarray:
+        """Return labels of which only shape and type matter."""
+        return np.zeros(count, np.int64)
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
         """Return float32 [classes] for `class_weights = "balanced"`."""
@@ -135,17 +135,13 @@ class Task(ABC):
                 raise InputError(f"metrics: {name} raised {type(error).__name__}: {error}") from error
         return found
 
-    @abstractmethod
     def selection_metric(self, metrics: dict[str, float]) -> float:
         """Return the metric that chooses the best epoch; the higher, the better."""
+        return metrics[self.metric_names[0]]
 
     def selection_error(self, metric: float, count: int) -> float:
         """Return the standard error of a `selection_metric` of so many images, if it is an accuracy, else 0."""
         return 0.0
-
-    @abstractmethod
-    def guessing_loss(self, classes: int) -> float:
-        """Return the loss of predictions that do not depend on the image."""
 
     def remark(self, split: str, figures: JsonObject) -> str:
         """Return the remark below the first metric of a split in the report; "" if figures are missing."""
@@ -187,9 +183,9 @@ class Task(ABC):
     def text(self, label: object, classes: Sequence[str]) -> str:
         """Return a label, or a prediction, in words."""
 
-    @abstractmethod
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
         """Return whether each prediction is right, bool [N]; None in regression."""
+        return answers == labels
 
     @abstractmethod
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
@@ -226,9 +222,6 @@ class SingleLabel(Task):
                 f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'"
             )
         return 1
-
-    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        return rng.integers(0, classes, count)
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
         # Inverse to the number of samples of each class, and 1 on average over the samples.
@@ -286,9 +279,6 @@ class SingleLabel(Task):
             "balanced_accuracy": float(np.mean(correct_K[counts_K > 0] / counts_K[counts_K > 0])),
         }
 
-    def guessing_loss(self, classes: int) -> float:
-        return math.log(max(2, classes))
-
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
 
@@ -342,9 +332,6 @@ class SingleLabel(Task):
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
         return classes[int(label)] if label >= 0 else "none"
-
-    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-        return answers == labels
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         wrong = np.flatnonzero(predicted != labels)
@@ -402,8 +389,8 @@ class MultiLabel(Task):
     report_remark = "F1 {f1_macro:.3f} (macro), {f1_micro:.3f} (micro)"
     mixes_targets = True
 
-    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        return rng.integers(0, 2, (count, classes), np.uint8)
+    def blank_labels(self, count: int, classes: int) -> np.ndarray:
+        return np.zeros((count, classes), np.uint8)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         return labels.astype(np.float32)
@@ -447,16 +434,9 @@ class MultiLabel(Task):
             "f1_micro": float(2 * correct_K.sum() / max(1, either_K.sum())),
         }
 
-    def guessing_loss(self, classes: int) -> float:
-        # Positive weights that equal the ratio of negatives at most double it.
-        return math.log(2) * (1 + self.is_balanced)
-
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         given_NK = np.where(labels > 0, probabilities, 1 - probabilities)
         return -np.log(np.maximum(given_NK, MIN_PROBABILITY)).mean(axis=1)
-
-    def selection_metric(self, metrics: dict[str, float]) -> float:
-        return metrics["map"]
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
         thresholds = [best_threshold(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
@@ -532,9 +512,6 @@ class Regression(Task):
     def num_outputs(self, classes: int) -> int:
         return 1
 
-    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        return rng.standard_normal(count, np.float32)
-
     def targets(self, labels: np.ndarray) -> np.ndarray:
         return ((labels.astype(np.float64) - self.label_mean) / self.label_std).astype(np.float32)
 
@@ -567,9 +544,6 @@ class Regression(Task):
         total = float(np.square(actual - actual.mean()).sum())
         explained = 1 - float(np.square(error).sum()) / total if total else 0.0
         return {"mae": float(np.abs(error).mean()), "r2": explained}
-
-    def guessing_loss(self, classes: int) -> float:
-        return 1.0 if self.loss == "mse" else 0.5
 
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         return np.abs(probabilities[:, 0] - labels)

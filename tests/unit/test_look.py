@@ -95,5 +95,5 @@ def test_other_tasks_and_notebooks(task: str):
     labels = np.eye(3, dtype=np.uint8)[np.arange(30) % 3] if task == "multi-label" else RNG.normal(size=30)
     look = flatout.look(images, labels, task=task, quiet=True)
     assert look.source.task == task
-    assert [group.size for group in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
+    assert [size for _, size, _ in look.groups()] == ([10] * 3 if task == "multi-label" else [6] * 5)
     assert look._repr_html_().startswith("<div><iframe srcdoc=")

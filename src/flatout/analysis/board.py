@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -306,12 +305,6 @@ def make_app(store: RunStore, token: str) -> Starlette:
     def path_of(request: Request) -> Path:
         return store.path_of(request.query_params.get("run", ""))
 
-    def page(request: Request) -> Response:
-        return FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
-
-    def style(request: Request) -> Response:
-        return FileResponse(STYLE, media_type="text/css")
-
     contents: dict[str, Callable[[Request], JsonObject]] = {
         "/api/runs": lambda request: store.content(request.query_params.get("version", "")),
         "/api/changes": lambda request: read_changes(path_of(request), request.query_params),
@@ -330,18 +323,18 @@ def make_app(store: RunStore, token: str) -> Starlette:
             raise InputError(f"{path}: does not exist; flatout report writes it")
         return FileResponse(path, headers={"content-security-policy": REPORT_POLICY, "cache-control": "no-cache"})
 
-    def refuse(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": str(error)}, status_code=404)
-
-    def fail(request: Request, error: Exception) -> Response:
+    def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, InputError):
+            return JSONResponse({"error": str(error)}, status_code=404)
         # Unexpected errors are answered by name, and the server continues.
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
-    handlers: dict[Any, Any] = {InputError: refuse, Exception: fail}
     return Starlette(
         routes=[
-            Route("/", page),
-            Route("/style.css", style),
+            Route(
+                "/", lambda request: FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
+            ),
+            Route("/style.css", lambda request: FileResponse(STYLE, media_type="text/css")),
             *(Route(path, content) for path in contents),
             Route("/api/report", report_of),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -351,7 +344,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
             Middleware(BaseHTTPMiddleware, dispatch=_gate(token)),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
         ],
-        exception_handlers=handlers,
+        exception_handlers=dict.fromkeys((InputError, Exception), failed),
     )
 
 

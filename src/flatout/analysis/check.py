@@ -71,8 +71,8 @@ def format_sizes(figures: JsonObject) -> list[str]:
 def _range_of(values: np.ndarray) -> dict[str, int] | None:
     if not len(values):
         return None
-    found = (values.min(), np.quantile(values, 0.5, method="lower"), values.max())
-    return dict(zip(("smallest", "median", "largest"), map(int, found), strict=True))
+    median = np.quantile(values, 0.5, method="lower")
+    return {"smallest": int(values.min()), "median": int(median), "largest": int(values.max())}
 
 
 def _headers_of_arrays(source: ImageDataset) -> Headers:
@@ -124,11 +124,7 @@ def read_headers(source: ImageDataset, report: Progress) -> Headers:
     """Return the headers of all images; files are not read further."""
     if source.files is None:
         return _headers_of_arrays(source)
-
-    def read(file: ImageBytes) -> tuple[ImageHeader, None]:
-        return read_header(file), None
-
-    return scan(source.files, read, report)[0]
+    return scan(source.files, lambda file: (read_header(file), None), report)[0]
 
 
 def name_of(source: ImageDataset, index: int) -> str:
@@ -182,7 +178,12 @@ def check(source: ImageDataset, report: Progress) -> JsonObject:
     Images are named by their files below the folder of the data, or as split[index] in arrays. Identical images are
     those with equal bytes of files, or pixels of arrays.
     """
-    headers, inspected = _inspect(source, report)
+    if source.files is None:
+        assert source.images is not None
+        headers = _headers_of_arrays(source)
+        inspected = {i: _judge(image.tobytes(), image) for i, image in enumerate(source.images)}
+    else:
+        headers, inspected = scan(source.files, _inspect, report)
 
     def sample(index: int) -> dict[str, str]:
         split = source.split_of(index)
@@ -209,16 +210,7 @@ def check(source: ImageDataset, report: Progress) -> JsonObject:
     }
 
 
-def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int, tuple[bytes, bool]]]:
-    """Return the headers, and for each readable image a digest and whether it is blank."""
-    if source.files is not None:
-        return scan(source.files, _inspect_file, report)
-    assert source.images is not None
-    inspected = {i: _judge(image.tobytes(), image) for i, image in enumerate(source.images)}
-    return _headers_of_arrays(source), inspected
-
-
-def _inspect_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
+def _inspect(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
     data = read_file(file)
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
@@ -227,6 +219,7 @@ def _inspect_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, bool]]:
 
 
 def _judge(content: bytes, image_HWC: np.ndarray) -> tuple[bytes, bool]:
+    """Return a digest, and whether the image is blank."""
     # Images of 16 bits often use only a part of their range.
     white = 255 if image_HWC.dtype == np.uint8 else max(1, int(image_HWC.max()))
     is_blank = float(image_HWC.mean(axis=2, dtype=np.float32).std()) < _MIN_CONTRAST / 255 * white
@@ -256,10 +249,8 @@ def format_check(result: JsonObject) -> list[str]:
         more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
         lines.append(f"{key}: {', '.join(counts[:most]) or 'none'}{more}")
     for title, items in _sections(result, "classes" if classes else "labels"):
-        lines.append(f"{title}: {f'{len(items):,}' if items else 'none'}")
-        lines += [f"  {item}" for item in items[:_MAX_LISTED]]
-        if len(items) > _MAX_LISTED:
-            lines.append(f"  and {len(items) - _MAX_LISTED:,} more")
+        lines += [f"{title}: {f'{len(items):,}' if items else 'none'}", *(f"  {item}" for item in items[:_MAX_LISTED])]
+        lines += [f"  and {len(items) - _MAX_LISTED:,} more"] * (len(items) > _MAX_LISTED)
     return lines
 
 

@@ -208,15 +208,8 @@ def _fed(peak: float, clocks: float, half_at: float) -> float:
     return peak / (1 + peak / clocks / half_at)
 
 
-class StepTime(NamedTuple):
-    """The time of a step, and the shares of it: `tensor cores`, `CUDA cores`, `memory` and `launches`."""
-
-    seconds: float
-    shares: dict[str, float]
-
-
-def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> StepTime:
-    """Estimate the time of a traced step."""
+def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> tuple[float, dict[str, float]]:
+    """Estimate the seconds of a traced step; and shares: `tensor cores`, `CUDA cores`, `memory` and `launches`."""
     calls, counts = columns(trace.calls), np.array(list(trace.calls.values()))
     arithmetic, memory = call_seconds(chip, calls, tf32=tf32)
     busy = np.hypot(arithmetic, memory) * counts
@@ -230,7 +223,7 @@ def step_time(chip: Chip, trace: "Trace", *, tf32: bool = True) -> StepTime:
         "launches": FITTED.gap * counts.sum(),
     }
     total = sum(seconds.values())
-    return StepTime(seconds=float(total), shares={name: float(value / total) for name, value in seconds.items()})
+    return float(total), {name: float(value / total) for name, value in seconds.items()}
 
 
 def largest_batch(chip: Chip, small: "Trace", large: "Trace") -> int:
@@ -276,12 +269,12 @@ def estimate_on_gpus(
 
 
 def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, price: float | None) -> JsonObject:
-    time = step_time(chip, trace, tf32=precision != "fp32")
+    computing, shares = step_time(chip, trace, tf32=precision != "fp32")
     image_bytes = math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
     # Images that do not fit on the GPU are copied to it during the step before.
     is_copied = trace.peak_bytes + image_bytes * work.images > chip.usable_bytes
     copying = image_bytes * work.batch / HOST_BYTES_PER_SECOND if is_copied else 0.0
-    step = max(time.seconds, copying)
+    step = max(computing, copying)
     images_per_second = work.batch / step
     epoch = work.images_per_epoch / images_per_second
     job = epoch * work.steps / work.steps_per_epoch
@@ -294,8 +287,8 @@ def _row(work: "Work", name: str, chip: Chip, trace: "Trace", precision: str, pr
         "cost": None if price is None else price * job / 3600,
         "memory_bytes": trace.peak_bytes,
         "gpu_memory_bytes": int(chip.memory * 2**30),
-        "limit": "input" if copying > time.seconds else max(time.shares, key=lambda name: time.shares[name]),
-        "shares": time.shares,
+        "limit": "input" if copying > computing else max(shares, key=lambda name: shares[name]),
+        "shares": shares,
         "precision": precision,
         "source": chip.source,
     }

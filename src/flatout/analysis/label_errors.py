@@ -11,7 +11,7 @@ import io
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -93,8 +93,7 @@ def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[Labe
     best_N = calibrated_NK.argmax(axis=1)
     index = np.flatnonzero((wrong_N >= LISTED_FROM) & (best_N != labels_N))
     index = index[np.argsort(-wrong_N[index], kind="stable")]
-    columns = (index, labels_N[index], best_N[index], wrong_N[index])
-    return list(map(LabelError._make, zip(*(column.tolist() for column in columns), strict=True)))
+    return [LabelError(i, int(labels_N[i]), int(best_N[i]), float(wrong_N[i])) for i in index.tolist()]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -201,7 +200,12 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
     result |= {"agreement": found.agreement, "out": str(out), "corrected": None}
     if found.can_be_listed:
         changes = {e.index: source.classes[e.suggested] for e in found.errors if e.confidence >= CORRECTED_FROM}
-        write_corrected(source, changes, out / CORRECTED)
+        listed = []
+        for i in range(len(source)):
+            given = label_of(source, i)
+            listed.append([name_of(source, i), changes.get(i, given), source.split_of(i), given * (i in changes)])
+        # `given` is the label before; other labels have none.
+        _write_csv(out / CORRECTED, ["file", "label", "split", "given"], listed)
         result |= {"corrected": str(out / CORRECTED), "applied": len(changes)}
         words = ["flatout", "train", str(out / CORRECTED), "--images", str(source.folder), "--set", "task=single-label"]
         corrected = f"{counted(len(changes), 'label')} with a confidence of at least {CORRECTED_FROM:g} corrected"
@@ -240,16 +244,6 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
         "suggestions": SUGGESTIONS,
         "corrected": CORRECTED if found.can_be_listed else "",
     }
-
-
-def write_corrected(source: ImageDataset, changes: Mapping[int, str], path: Path) -> None:
-    """Write a CSV file of all image files for `flatout train`, some labels changed; `given` is the label before."""
-    rows = []
-    for index in range(len(source)):
-        given = label_of(source, index)
-        before = given if index in changes else ""
-        rows.append([name_of(source, index), changes.get(index, given), source.split_of(index), before])
-    _write_csv(path, ["file", "label", "split", "given"], rows)
 
 
 def _write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,12 +136,7 @@ def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """Images of a class, or of a range of numbers, and examples."""
-
-    name: str
-    size: int
-    chosen: list[int]
+Group = tuple[str, int, list[int]]  # images of a class, or of a range of numbers: name, number, and examples
 
 
 class Look:
@@ -172,10 +167,9 @@ class Look:
 
     def remarks(self) -> list[str]:
         """Return remarks for the user before training."""
-        figures, source = self.figures, self.source
+        figures, source, remarks = self.figures, self.source, [*self.source.notes]
         counts = source.class_counts("train")
         few = [f"{name} ({n:,})" for name, n in counts.items() if n < FEW_IMAGES]
-        remarks = [*source.notes]
         if len(figures["images"]) == 1:
             remarks.append("There is one split: training takes validation and test images from it.")
         if few:
@@ -188,8 +182,7 @@ class Look:
         if unreadable := len(figures["unreadable"]):
             remarks.append(f"{counted(unreadable, 'image')} cannot be read.")
         if extreme := len(figures["extreme"]):
-            times = f"{EXTREME:g} times"
-            shapes = f"a side {times} the other, or {times} as large or small as usual"
+            shapes = f"a side {EXTREME:g} times the other, or {EXTREME:g} times as large or small as usual"
             remarks.append(f"{counted(extreme, 'image')} with {shapes}.")
         return remarks
 
@@ -211,7 +204,7 @@ class Look:
 
     def _group(self, name: str, rows: np.ndarray, number: int) -> Group:
         chosen = rows[permutation(self.recipe.seed, Stream.PICTURES, number + 1, len(rows))[:IMAGES_OF_CLASS]]
-        return Group(name, len(rows), chosen.tolist())
+        return name, len(rows), chosen.tolist()
 
     def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> JsonObject:
         title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
@@ -221,7 +214,7 @@ class Look:
         """Return everything that the page shows, by name."""
         figures, source, groups = self.figures, self.source, self.groups()
         # One image of each group first, so that the few that are shown differ.
-        turns = (group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen))
+        turns = (chosen[i] for i in range(IMAGES_OF_CLASS) for *_, chosen in groups if i < len(chosen))
         indices = list(dict.fromkeys(turns))
         small = dict(zip(indices, thumbnails(source, indices), strict=True))
         stored, kept = stored_images(source, indices[:TRIED], self.recipe)
@@ -282,9 +275,8 @@ class Look:
         facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
         facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
         if figures["widths"]:
-            facts.append(
-                ("median width × height", " × ".join(str(figures[k]["median"]) for k in ("widths", "heights")))
-            )
+            median = f"{figures['widths']['median']} × {figures['heights']['median']}"
+            facts.append(("median width × height", median))
         return [*facts, ("format", source.kind)]
 
     def save(self, out: str | Path) -> Path:

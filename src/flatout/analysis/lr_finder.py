@@ -6,14 +6,12 @@ The range test is Smith's (arXiv 1506.01186, section 3.3).
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from flatout import __version__
-from flatout.analysis.throughput import endless_epochs
+from flatout.analysis.throughput import endless_epochs, facts_of
 from flatout.config import Recipe
 from flatout.data.source import DataSource, ImageDataset
 from flatout.distributed.world import World
@@ -26,7 +24,6 @@ from flatout.utils.console import Console, aligned
 from flatout.utils.errors import TrainingFailed
 from flatout.utils.files import check_free, default_folder
 from flatout.utils.run_files import JsonObject, write_json
-from flatout.utils.style import shorten
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
 # The decades by which the rate rises, and the steps of the test; the end is lower for optimizers such as Adam, whose
@@ -63,7 +60,7 @@ def _test(console: Console, world: World, request: TrainRequest) -> JsonObject:
         points, diverged = _measure(context.engine, train, recipe, world, console)
         rate, current = suggest(*zip(*points, strict=True)), scaled_rate(recipe)
         result = {
-            **{key: getattr(recipe, key) for key in ("job", "model", "batch_size")},
+            **facts_of(recipe),
             "optimizer": recipe.optimizer.name,
             "devices": context.devices,
             "steps": len(points),
@@ -72,8 +69,6 @@ def _test(console: Console, world: World, request: TrainRequest) -> JsonObject:
             "recipe_rate": current,
             "diverged": diverged,
             "points": points,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "version": __version__,
             "out": str(context.run_dir),
         }
         if world.is_main:
@@ -148,7 +143,7 @@ def format_lr(result: JsonObject) -> list[str]:
 
 def _draw(path: Path, result: JsonObject) -> None:
     rates, losses, smoothed = zip(*result["points"], strict=True)
-    job = shorten(result["job"], 40)
+    job = style.shorten(result["job"], 40)
     title = f"{job}: learning-rate range test, {result['optimizer']}, batch {result['batch_size']:,}"
     figure = style.new_figure(7.2, 3.9, title=title)
     axes = figure.add_subplot()

@@ -80,6 +80,16 @@ class Timed:
         self._engine.counts()
 
 
+def facts_of(recipe: Recipe, *keys: str) -> JsonObject:
+    """Return what was measured, when and where: some keys of a recipe, date, machine and version."""
+    return {
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", *keys)},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "version": __version__,
+    }
+
+
 def endless_epochs(split: DeviceDataset, recipe: Recipe) -> Iterator[Iterator[object]]:
     """Begin one epoch after the other, and yield the inputs of its training steps."""
     for epoch in count():
@@ -135,7 +145,7 @@ def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> Jso
         # Of the same round, in which a slow machine affects both equally.
         shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]
         result = {
-            **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "image_size", "precision")},
+            **facts_of(recipe, "image_size", "precision"),
             "devices": context.devices,
             "engine": request.options.engine,
             "world_size": world.size,
@@ -148,9 +158,6 @@ def _bench_on_rank(console: Console, world: World, request: TrainRequest) -> Jso
             "efficiency": statistics.median(shares),
             "communication_fraction": communication,
             "decode_images_per_second": len(pack.labels) / pack.build_seconds if pack.build_seconds else None,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "machine": machine(),
-            "version": __version__,
         }
         return {**result, "verdict": _verdict(result)}
 
@@ -245,18 +252,18 @@ def scale(
     out = make_folder(out or default_folder(f"scale-{recipe.job}"))
     title = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
     write_atomically(out / RECIPE, recipe.to_toml(title).encode())
-    head = {
-        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "norm")},
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "version": __version__,
-    }
-    runs: list[JsonObject] = []
+    head, runs = facts_of(recipe, "epochs", "norm"), list[JsonObject]()
     ended: str | None = "stopped"
     write_json(out / SCALING, {**head, "specs": [], "ended": ended})  # tells the board what the folder is
     try:
         for spec, choice in chosen.items():
-            runs.append({"devices": spec, "kind": choice.kind, **_run(out, spec, console)})
+            folder = out / re.sub(r"[:,]", "-", spec)
+            console.note(f"{spec}: {folder}")
+            _train(spec, out / RECIPE, folder)
+            runs.append(run := {"devices": spec, "kind": choice.kind, **_figures(folder)})
+            rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
+            times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
+            console.note(f"{spec}: {rate}{times}")
         ended = None
     except (InputError, TrainingFailed) as error:
         ended = str(error)
@@ -266,17 +273,6 @@ def scale(
         write_json(out / SCALING, result)
     draw_scaling(out / SCALE_CHART, result)
     return {**result, "out": str(out)}
-
-
-def _run(out: Path, spec: str, console: Console) -> JsonObject:
-    folder = out / re.sub(r"[:,]", "-", spec)
-    console.note(f"{spec}: {folder}")
-    _train(spec, out / RECIPE, folder)
-    run = _figures(folder)
-    rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
-    times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
-    console.note(f"{spec}: {rate}{times}")
-    return run
 
 
 def _train(spec: str, recipe: Path, folder: Path) -> None:
@@ -307,16 +303,12 @@ def _train(spec: str, recipe: Path, folder: Path) -> None:
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
     """Wait for the run; signals are forwarded to it, and it can finish its checkpoint before this process ends."""
-    stopped: BaseException | None = None
-    while child.returncode is None:
-        try:
-            child.wait()
-        except BaseException as error:
-            child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
-            stopped = stopped or error
-    if stopped is not None:
-        raise stopped
-    return child.returncode
+    try:
+        return child.wait()
+    except BaseException as error:
+        child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        _wait(child)
+        raise
 
 
 def _figures(folder: Path) -> JsonObject:
@@ -326,13 +318,12 @@ def _figures(folder: Path) -> JsonObject:
     summary, epochs = run.summary, [line["seconds"] for line in run.epochs if line["epoch"]]
     split = "test" if summary["test_count"] else "valid"
     copied = (
-        *("world_size", "threads_per_rank", "images_trained", "stopped", "runs_on", "images_per_second"),
-        *("train_seconds", "setup_seconds", "wall_seconds", "warmup_seconds", "communication_fraction"),
-        "input_wait_fraction",
+        "world_size threads_per_rank images_trained stopped runs_on images_per_second train_seconds setup_seconds"
+        " wall_seconds warmup_seconds communication_fraction input_wait_fraction"
     )
     return {
         "folder": folder.name,
-        **{key: summary.get(key) for key in copied},
+        **{key: summary.get(key) for key in copied.split()},
         "epoch_seconds": statistics.median(epochs[1:] or epochs) if epochs else None,
         "epoch_seconds_each": epochs,
         "split": split,

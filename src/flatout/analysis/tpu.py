@@ -83,13 +83,9 @@ GENERATIONS = {
 class Topology:
     """A slice of TPU chips: `v5e:2x4` is eight chips in two rows of four."""
 
+    name: str
     generation: Generation
     sides: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """As users write it."""
-        return f"{self.generation.name}:{'x'.join(map(str, self.sides))}"
 
     @property
     def chips(self) -> int:
@@ -133,7 +129,7 @@ def parse_topologies(text: str) -> list[Topology]:
             raise InputError(f"--topology {part}: unknown TPU generation {name!r}; known are {', '.join(GENERATIONS)}")
         if shape not in GENERATIONS[name].slices:
             raise InputError(f"--topology {part}: the slices of {name} are {', '.join(GENERATIONS[name].slices)}")
-        found.append(Topology(GENERATIONS[name], tuple(map(int, shape.split("x")))))
+        found.append(Topology(part.strip(), GENERATIONS[name], tuple(map(int, shape.split("x")))))
     if len(set(found)) < len(found):
         raise InputError(f"--topology {text}: a topology is named twice")
     return found
@@ -148,9 +144,6 @@ class CompiledStep:
 
     fits: bool
     needed_bytes: int  # memory at the peak; 0 if the compiler rejects the program without a number
-    argument_bytes: int = 0  # weights, optimizer state and input
-    temporary_bytes: int = 0  # everything else
-    state_bytes: int = 0  # weights, buffers and optimizer state
     flops: float = 0.0
     memory_bytes: float = 0.0  # read from and written to memory
     collectives: list[JsonObject] = field(default_factory=list)  # kind, count, and bytes of results
@@ -168,8 +161,6 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
         "padding_fraction": 1 - work.batch / padded,
         "fits": step.fits,
         "needed_bytes": step.needed_bytes,
-        "argument_bytes": step.argument_bytes,
-        "temporary_bytes": step.temporary_bytes,
         "collectives": step.collectives,
     }
     if not step.fits:
@@ -184,7 +175,6 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
     return row | {
         "flops": step.flops,
         "bytes_accessed": step.memory_bytes,
-        "state_bytes": step.state_bytes,
         "seconds": {**seconds, "step": max(seconds.values())},
         "limit": max(seconds, key=lambda name: seconds[name]),
         "images_per_second": work.images_per_epoch / epoch,
@@ -284,12 +274,7 @@ def devices_of(topology: Topology) -> list[Any]:
     if topology.chips == 1:
         # libtpu assumes four chips per host.
         options["chips_per_host_bounds"] = (1, 1, 1)
-    try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
-    except Exception as error:  # libtpu's errors have no type of their own
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"--topology {topology.name}: not supported by the installed libtpu ({reason})") from error
-    return list(described.devices)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices)
 
 
 def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: int) -> CompiledStep:
@@ -302,7 +287,7 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
 
     sharding, task = MeshSharding(devices, recipe.shard), task_of(recipe)
     program = Program(model, recipe, devices=sharding.size, precision=recipe.precision)
-    labels = task.random_labels(np.random.default_rng(0), 1, classes)
+    labels = task.blank_labels(1, classes)
     images = np.zeros((1, *recipe.stored_sides, recipe.channels), np.uint16 if recipe.data.bits == 16 else np.uint8)
     _, one = read_batches(
         Split(images=images, rows=np.arange(1), labels=labels),
@@ -325,15 +310,11 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text() or ""
     assert memory is not None
     assert cost is not None
-    arguments = memory.argument_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     return CompiledStep(
         fits=True,
-        needed_bytes=arguments + temporaries,
-        argument_bytes=arguments,
-        temporary_bytes=temporaries,
-        state_bytes=sum(array.nbytes for array in jax.tree.leaves(state)),
+        needed_bytes=memory.argument_size_in_bytes + temporaries,
         flops=float(cost.get("flops", 0.0)),
         memory_bytes=float(cost.get("bytes accessed", 0.0)),
         collectives=collectives(text),

@@ -5,6 +5,7 @@ Missing or damaged files are reported in their place.
 
 import re
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_p
 from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
-from flatout.utils.errors import InputError
-from flatout.utils.run_files import REPORT, SUMMARY, JsonObject, Predictions, RunFiles, read_run
+from flatout.utils.run_files import REPORT, JsonObject, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
@@ -78,21 +78,15 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
 
 
 def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) -> JsonObject:
-    summary, rows = files.summary, _class_rows(shown, names, task)
+    summary = files.summary
+    keys = ("class", "support", "precision", "recall", "f1")
+    rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
+    rows = sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))  # the worst first
     pairs: list[tuple[Any, ...]] = []
     if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
         found = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
         pairs = [tuple(row.values()) for row in found]
     mistakes = _tiles(shown, shown.mistakes, names, task)
-    try:
-        calibration = {
-            "trust": trust(summary, "test" if shown.split == "test" else "valid"),
-            "sets": prediction_sets(summary),
-            "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
-        }
-    except (KeyError, TypeError, ValueError):  # edited by hand
-        where = files.run / SUMMARY
-        raise InputError(f"{where}: trust is incomplete: restore the file, or remove trust from it") from None
     return {
         "split": SPLIT_NAMES.get(shown.split, shown.split),
         "grid": _tiles(shown, shown.grid, names, task),
@@ -100,7 +94,9 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
         "unanswered": int((~np.isfinite(shown.probabilities)).any(axis=1).sum()),
         "explained": _explained(shown, mistakes),
         "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
-        **calibration,
+        "trust": trust(summary, "test" if shown.split == "test" else "valid"),
+        "sets": prediction_sets(summary),
+        "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
         "set_columns": SET_COLUMNS,
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()),
         "pairs": pairs,
@@ -112,7 +108,7 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
 def _headline(files: RunFiles, task: Task) -> tuple[str, str, str] | None:
     """Return a metric, its name and a remark: on test images, else validation images, else the last epoch's."""
     summary = files.summary
-    metric, name = task.metric_names[0], task.metric_title[0].lower() + task.metric_title[1:]
+    metric, name = task.metric_names[0], task.metric_title.lower()
     test, valid = finite(summary.get(f"test_{metric}")), finite(summary.get(f"valid_{metric}"))
     if summary.get("folds") and valid is not None:
         remark = f"{_spread(summary, f'valid_{metric}')} over {len(summary['folds'])} folds"
@@ -122,12 +118,11 @@ def _headline(files: RunFiles, task: Task) -> tuple[str, str, str] | None:
         return number(test, digits), f"test {name}", task.remark("test", summary)
     if valid is not None:
         return number(valid), f"validation {name}", "there is no test result"
-    step = task.step_metric.replace("_", " ")
-    of_an_epoch = {f"valid_{metric}": f"validation {name}", f"train_{task.step_metric}": f"training {step}"}
-    for line in reversed(files.metrics):
-        for key, words in of_an_epoch.items():
-            if (value := finite(line.get(key))) is not None:
-                return number(value), f"{words}, epoch {line['epoch']}", "there is no test result"
+    of_an_epoch = {f"valid_{metric}": f"validation {name}"}
+    of_an_epoch[f"train_{task.step_metric}"] = f"training {task.step_metric.replace('_', ' ')}"
+    for line, (key, words) in product(reversed(files.metrics), of_an_epoch.items()):
+        if (value := finite(line.get(key))) is not None:
+            return number(value), f"{words}, epoch {line['epoch']}", "there is no test result"
     return None
 
 
@@ -193,13 +188,6 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
             }
         )
     return tiles
-
-
-def _class_rows(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
-    """Return a row for each class that has images, the worst first."""
-    keys = ("class", "support", "precision", "recall", "f1")
-    rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
-    return sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))
 
 
 def trust(summary: JsonObject, split: str) -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ LABELS_AT_MOST, LABEL_WIDTH = 51, 20
 CLASSES_DRAWN = 40
 # Maximum points of an ROC or precision-recall curve, and maximum curves of single classes.
 POINTS, CURVES = 200, 40
+UNIT_SQUARE: dict[str, Any] = {"xlim": (-0.02, 1.02), "ylim": (-0.02, 1.04)}
 
 
 def draw_predictions(
@@ -53,9 +54,8 @@ def draw_predictions(
     shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
     height = rows * (CELL_INCHES * shape + 0.27) + 0.36
     right_M = task.is_right(predicted, actual)
-    title = f"{len(actual)} images (actual / predicted)"
-    if right_M is not None:
-        title = f"{right_M.sum()} of {len(actual)} right (actual / predicted)"
+    count = f"{len(actual)} images" if right_M is None else f"{right_M.sum()} of {len(actual)} right"
+    title = f"{count} (actual / predicted)"
     figure = style.new_figure(GRID_COLUMNS * CELL_INCHES, height, dpi=140, layout=None, title=title)
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.05 / height, top=1 - 0.6 / height, wspace=0.05, hspace=0.2)
     for number, (image_HWC, a, p) in enumerate(zip(images_MHWC, actual, predicted, strict=True), start=1):
@@ -132,36 +132,30 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str,
     """Draw "loss", "accuracy", another metric of a task, or "learning_rate" against the epoch."""
     from matplotlib.ticker import MaxNLocator
 
-    title = quantity.replace("_", " ").capitalize()
-    if quantity == task.metric_names[0]:
-        title = task.metric_title
+    title = task.metric_title if quantity == task.metric_names[0] else quantity.replace("_", " ").capitalize()
     style.style_panel(axes, title, "epoch")
     is_rate = quantity == "learning_rate"
     epochs = [line["epoch"] for line in metrics]
     keys = {"": quantity} if is_rate else {split: f"{split}_{quantity}" for split in LINES}
-    series = {split: [finite(line.get(key)) for line in metrics] for split, key in keys.items()}
-    series = {split: values for split, values in series.items() if any(value is not None for value in values)}
     by_step = _loss_by_step(metrics, summary) if quantity == "loss" else []
-    drawn = [value for values in series.values() for value in values if value is not None]
-    if not drawn and not by_step:
-        axes.set_axis_off()
-        axes.text(
-            0.5, 0.5, "no finite values", transform=axes.transAxes, ha="center", va="center", fontsize=9,
-            color=style.MUTED,
-        )  # fmt: skip
-        return
+    drawn = [loss for _, loss in by_step]
     if by_step:
-        drawn += [loss for _, loss in by_step]
         axes.plot(*zip(*by_step, strict=True), color=LINES["train"][0], linewidth=1.2, label="train, by step")
-        series.pop("train", None)
-    for split, values in series.items():
-        last = next(value for value in reversed(values) if value is not None)
+    for split, key in keys.items():
+        values = [finite(line.get(key)) for line in metrics]
+        known = [value for value in values if value is not None]
+        drawn += known
+        if not known or (by_step and split == "train"):
+            continue
         colour, dash = LINES.get(split, (style.MUTED, "-"))
         axes.plot(
             epochs, [math.nan if value is None else value for value in values], color=colour, linestyle=dash,
-            linewidth=1.6, label=f"{split}  {style.number(last)}" if split else None,
+            linewidth=1.6, label=f"{split}  {style.number(known[-1])}" if split else None,
             marker="o" if len(epochs) <= 12 else "", markersize=3.5, solid_capstyle="round",
         )  # fmt: skip
+    if not drawn:
+        axes.set_xlabel("no finite values")
+        return
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.set_xlim(-0.1 if by_step else epochs[0] - 0.5, epochs[-1] + (0.1 if by_step else 0.5))
     if is_rate:
@@ -336,7 +330,7 @@ def _draw_reliability(axes: "Axes", found: JsonObject) -> None:
         axes.plot(x, y, color=colour, linewidth=0.9, label=label)
         # The area of a point is its share of the images, so that noisy bins look small.
         axes.scatter(x, y, s=4 + 220 * counts / counts.sum(), color=colour, linewidths=0, alpha=0.85, zorder=3)
-    _unit_square(axes)
+    axes.set(**UNIT_SQUARE)
     style.add_legend(axes, loc="lower right")
 
 
@@ -350,24 +344,16 @@ def _draw_decisions(roc: "Axes", precision: "Axes", decisions: Sequence[tuple[st
     for number, (name, *both) in enumerate(decisions[: CURVES + 1]):
         false_positive_rate, true_positive_rate, _ = roc_curve(*both)
         shares, recall, _ = precision_recall_curve(*both)
-        pairs = (
+        for axes, x, y, area in (
             (roc, false_positive_rate, true_positive_rate, roc_auc_score),
             (precision, recall, shares, average_precision_score),
-        )
-        for axes, x, y, area in pairs:
-            looks: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}
+        ):
+            looks: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5, "label": "each class" * (number == 1)}
             if number == 0:
-                looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3}
-                looks["label"] = f"{shorten(name, 24)}, area {area(*both):.3f}"
-            elif number == 1:
-                looks["label"] = "each class"
+                label = f"{shorten(name, 24)}, area {area(*both):.3f}"
+                looks = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": label}
             kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.int64))
             axes.plot(x[kept], y[kept], **looks)
     for axes, place in ((roc, "lower right"), (precision, "lower left")):
-        _unit_square(axes)
+        axes.set(**UNIT_SQUARE)
         style.add_legend(axes, loc=place)
-
-
-def _unit_square(axes: "Axes") -> None:
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_ylim(-0.02, 1.04)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from flatout.config import Recipe
 from flatout.engine.schedule import scaled_rate
-from flatout.tasks import task_of
 from flatout.utils.console import counted, duration
 from flatout.utils.run_files import JsonObject
 from flatout.utils.style import finite, shorten
@@ -20,12 +19,10 @@ STANDARD_ERRORS = 2.0
 MIN_HELD_OUT_IMAGES = 20
 # A model that has learnt its training images is far above guessing on them: by half, and by more than a typical gap.
 LEARNT_FACTOR = 1.5
-# Learning rates with which most models train; SGD's as lr / (1 - momentum). Rates within a factor of two are not
-# called too high or too low.
+# Learning rates with which most models train; SGD's as lr / (1 - momentum). Rates beyond a factor of two are called
+# too high or too low, and ten times as much is advised: a smaller change seldom leaves a plateau.
 USUAL_LEARNING_RATE = {"sgd": 0.1, "momentum": 0.1, "adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
-UNSUSPECTED_FACTOR = 2.0
-# Learning rates are searched in powers of ten: a smaller change seldom leaves a plateau.
-LEARNING_RATE_STEP = 10.0
+UNSUSPECTED_FACTOR, LEARNING_RATE_STEP = 2.0, 10.0
 # Augmentation and dropout make training images harder, so that even a small gap shows overfitting.
 OVERFITTING_GAP = 0.1
 # The lowest validation loss of several epochs is low by chance: a rise below a tenth, or of one epoch, means little.
@@ -37,13 +34,11 @@ FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
 # The narrowest network of generated recipes.
 SMALLEST_MODEL = "fast-cnn-16"
 # A loss above twice ln K is worse than uniform predictions. It may also occur in the first steps of a sound run.
-DIVERGED_FACTOR = 2.0
-RECOVERED_FACTOR = 0.95
+DIVERGED_FACTOR, RECOVERED_FACTOR = 2.0, 0.95
 # From a fifth of the time on, removing the wait for images gains more than most other tuning.
 INPUT_WAIT = 0.2
 # Up to a ratio of about ten, training without class weights still learns the rare classes.
 UNBALANCED_RATIO = 10.0
-HELP = "fewer epochs, augmentation"
 # What the rules look at, by task: accuracies exist only in single-label tasks.
 CHECKED = {
     "single-label": "learning, overfitting, a rising loss, number of epochs, class balance, waiting for images",
@@ -63,9 +58,7 @@ def verdict(summary: JsonObject, metrics: Sequence[JsonObject], recipe: Recipe) 
     """
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
-    if not learning:
-        rules = (_overfitting, _rising_loss, _more_epochs)
-        learning = [sentence for rule in rules for sentence in rule(run)]
+    learning = learning or [*_overfitting(run), *_rising_loss(run), *_more_epochs(run)]
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
 
@@ -77,8 +70,12 @@ class _Run:
         self.classes = summary.get("classes") or ()
         self.last = metrics[-1] if metrics else {}
         self.train = finite(self.last.get("train_accuracy"))
-        self.test, self.valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
-        self.held_out, self.split = (self.valid, "validation") if self.test is None else (self.test, "test")
+        self.held_out, self.split = self.result("accuracy")
+
+    def result(self, key: str) -> tuple[float | None, str]:
+        """Return a figure of test images, else of validation images, and the name of the split."""
+        test, valid = (finite(self.summary.get(f"{split}_{key}")) for split in ("test", "valid"))
+        return (valid, "validation") if test is None else (test, "test")
 
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
@@ -94,13 +91,15 @@ def _diverged(run: _Run) -> Iterator[str]:
         yield f"{reason[0].capitalize()}. {advice}"
     if reason or not run.metrics or len(run.classes) < 2:
         return
-    uniform = task_of(run.recipe).guessing_loss(len(run.classes))
+    uniform = math.log(len(run.classes))
+    if run.recipe.task == "multi-label":  # balanced weights at most double the loss
+        uniform = math.log(2) * (1 + (run.recipe.class_weights == "balanced"))
     first = finite(run.metrics[0].get("train_loss")) or 0.0
     found = (finite(run.last.get(f"{split}_loss")) for split in ("train", "valid", "test"))
     last = min((loss for loss in found if loss is not None), default=0.0)
     # A rate that is much too high can also leave a network at chance.
     never_recovered = len(run.metrics) > 1 and first > DIVERGED_FACTOR * uniform and last > RECOVERED_FACTOR * uniform
-    if uniform and (last > DIVERGED_FACTOR * uniform or never_recovered):
+    if last > DIVERGED_FACTOR * uniform or never_recovered:
         finding = f"its loss, {max(first, last):.3g}, is far above that of guessing, {uniform:.2f}"
         yield f"Training diverged: {finding}. {advice}"
 
@@ -120,26 +119,22 @@ def _at_chance(run: _Run) -> Iterator[str]:
         guess = max(counts) / sum(counts)
         how = f"is no better than always answering the largest class ({guess:.3f})"
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
-    finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
         return
+    advice = f". {_learning_rate_advice(run.recipe)}"
     if run.train is not None and run.train > max(LEARNT_FACTOR * guess, guess + OVERFITTING_GAP):
-        yield (
-            f"{finding} {how}, although training accuracy is {run.train:.3f}."
+        advice = (
+            f", although training accuracy is {run.train:.3f}."
             f" Check that the labels of the {run.split} images mean the same as those of the training images."
         )
-    else:
-        yield f"{finding} {how}. {_learning_rate_advice(run.recipe)}"
+    yield f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f} {how}{advice}"
 
 
 def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
-    for split, name in (("test", "test"), ("valid", "validation")):
-        explained = finite(run.summary.get(f"{split}_r2"))
-        if explained is not None:
-            if explained <= 0:
-                finding = f"R² is {explained:.3f} on the {name} images: no better than always answering the mean"
-                yield f"{finding}. {_learning_rate_advice(run.recipe)}"
-            return
+    explained, split = run.result("r2")
+    if explained is not None and explained <= 0:
+        finding = f"R² is {explained:.3f} on the {split} images: no better than always answering the mean"
+        yield f"{finding}. {_learning_rate_advice(run.recipe)}"
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
@@ -175,26 +170,22 @@ def _overfitting(run: _Run) -> Iterator[str]:
         "pre-trained weights": not (run.recipe.pretrained or run.recipe.weights),
     }
     what = [name for name, is_new in advice.items() if is_new] or ["more images"]
-    if run.recipe.model != SMALLEST_MODEL:
-        what.append("a smaller model")
-    yield (
-        f"Overfitting: accuracy {run.train:.3f} in training, {accuracy:.3f} on {split} images."
-        f" What may help: {', '.join(what)}."
-    )
+    what += ["a smaller model"] * (run.recipe.model != SMALLEST_MODEL)
+    found = f"accuracy {run.train:.3f} in training, {accuracy:.3f} on {split} images"
+    yield f"Overfitting: {found}. What may help: {', '.join(what)}."
 
 
 def _rising_loss(run: _Run) -> Iterator[str]:
-    """Report a held-out loss that has risen since its lowest epoch: the model is overconfident in its mistakes."""
     name, losses = "validation", run.history("valid_loss")
     if not losses:
         name, losses = "test", run.history("test_loss")
     if losses and min(losses[-RISING_LOSS_EPOCHS:])[0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        finding, advice = "became more confident in its wrong answers", f"{HELP}, label_smoothing"
+        finding, advice = "became more confident in its wrong answers", ", label_smoothing"
         if run.recipe.task == "regression":
-            finding, advice = "began to memorise its training images", HELP
+            finding, advice = "began to memorise its training images", ""
         rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
-        yield f"{rise}: the model {finding}. What may help: {advice}."
+        yield f"{rise}: the model {finding}. What may help: fewer epochs, augmentation{advice}."
 
 
 def _more_epochs(run: _Run) -> Iterator[str]:
@@ -208,15 +199,15 @@ def _more_epochs(run: _Run) -> Iterator[str]:
         return
     if run.recipe.max_steps or run.recipe.schedule.name in ("cosine", "one-cycle"):
         return  # these schedules gain most at their end by design; that does not mean that more epochs would help
-    series = {split: run.history(f"{split}_accuracy") for split in ("valid", "test", "train")}
-    split = next((split for split, values in series.items() if len(values) > 1), None)
-    if split is None:
+    names = {"valid": "Validation", "test": "Test", "train": "Training"}
+    series = [(name, run.history(f"{split}_accuracy")) for split, name in names.items()]
+    name, values = next((both for both in series if len(both[1]) > 1), ("", []))
+    if not values:
         return
-    scores = [score for score, _ in series[split]]
+    scores = [score for score, _ in values]
     quarter = max(1, len(scores) // 4)
     gain = sum(scores[-quarter:]) / quarter - sum(scores[-2 * quarter : -quarter]) / quarter
     if gain >= STILL_IMPROVING:
-        name = {"valid": "Validation", "test": "Test", "train": "Training"}[split]
         span = "epoch" if quarter == 1 else f"{quarter} epochs"
         yield (
             f"{name} accuracy was still rising at the end, by {gain:.3f} over the last {span}:"
