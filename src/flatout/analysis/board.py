@@ -334,7 +334,7 @@ def make_app(store: RunStore, token: str) -> Starlette:
             Route(
                 "/", lambda request: FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
             ),
-            Route("/style.css", lambda request: FileResponse(STYLE, media_type="text/css")),
+            Route("/style.css", lambda _: FileResponse(STYLE, media_type="text/css")),
             *(Route(path, content) for path in contents),
             Route("/api/report", report_of),
             Mount("/static", StaticFiles(directory=STATIC)),

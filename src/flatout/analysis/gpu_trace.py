@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,13 +84,7 @@ class Trace:
 
 
 def trace(
-    model: nn.Module,
-    shape: tuple[int, ...],
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    train: bool,
-    half: bool = True,
-    states: int = 1,
+    model: nn.Module, shape: Sequence[int], loss: Callable[..., Any], *, train: bool, half: bool = True, states: int = 1
 ) -> Trace:
     """Run a step of a network on the device `meta` and record what it does.
 
@@ -123,7 +117,7 @@ class _CudaFunctions(TorchFunctionMode):
         super().__init__()
         self.half = half
         # Autocast keeps the 16-bit copy of each weight for the whole step.
-        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.copies: dict[Tensor, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -135,7 +129,7 @@ class _CudaFunctions(TorchFunctionMode):
     def _to_half(self, value: object) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._to_half(item) for item in value]
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
         if not isinstance(value, nn.Parameter):
             return value.to(torch.bfloat16)
@@ -145,24 +139,17 @@ class _CudaFunctions(TorchFunctionMode):
 
 
 def _to_full(value: object) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> torch.Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *more: Any, **options: Any) -> Tensor:
     if query.ndim != 4 or options.get("enable_gqa"):
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, *more, **options)
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    return attend(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+    # Dropout and causality change no shape.
+    return attend(query, key, value, attn_mask, torch.is_grad_enabled())[0]
 
 
 class _Recorder(TorchDispatchMode):
@@ -174,7 +161,7 @@ class _Recorder(TorchDispatchMode):
         self.live = self.peak = 0
         self.held: set[int] = set()
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def hold(self, tensor: Tensor) -> None:
         """Count the memory of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.held:
@@ -201,11 +188,11 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
-def _calls(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor], half: bool) -> Iterator[Call]:
+def _calls(name: str, args: Sequence[Any], tensors: Sequence[Tensor], half: bool) -> Iterator[Call]:
     """Yield the kernels of an operation; `tensors` are its arguments, then its results."""
     if name == "convolution":
         yield _convolution("", args[0], args[1], tensors[-1], args[8])
@@ -227,7 +214,7 @@ def _calls(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor], half
         yield _call("pool" if "pool" in name else _KIND_OF.get(name, "elementwise"), tensors, half=half)
 
 
-def _convolution(which: str, images: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> Call:
+def _convolution(which: str, images: Tensor, weight: Tensor, out: Tensor, groups: int) -> Call:
     """Return a convolution, or one of its gradients, as the products of an implicit GEMM."""
     taps, (filters, channels) = math.prod(weight.shape[2:]), (weight.shape[0] // groups, weight.shape[1])
     ins, outs = images.numel() // images.shape[1], out.numel() // out.shape[1]
@@ -242,7 +229,7 @@ def _convolution(which: str, images: torch.Tensor, weight: torch.Tensor, out: to
     return _call(kind, (images, weight, out), flops=flops, batch=groups, m=m, n=n, k=k, half=half)
 
 
-def _call(kind: str, tensors: Sequence[torch.Tensor], **figures: Any) -> Call:
+def _call(kind: str, tensors: Sequence[Tensor], **figures: Any) -> Call:
     # An expanded tensor is smaller than its shape.
     sizes = [min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors]
     return Call(kind=kind, bytes=sum(sizes), largest=max(sizes), **figures)
@@ -261,15 +248,12 @@ def tracer_of(work: "Work", *, inference: bool, allow_code: bool) -> Callable[[b
         labels = task.targets(task.blank_labels(batch, work.classes))
         targets = torch.from_numpy(labels).to("meta")
         shape = (batch, recipe.channels, *recipe.image_sides)
+
+        def loss(logits: Tensor) -> Tensor:
+            return task.per_sample(logits, targets).mean()
+
         try:
-            return trace(
-                network,
-                shape,
-                lambda logits: task.per_sample(logits, targets).mean(),
-                train=not inference,
-                half=half,
-                states=states,
-            )
+            return trace(network, shape, loss, train=not inference, half=half, states=states)
         except Exception as error:  # a network may raise anything
             raise InputError(
                 f"model = {recipe.model!r}: cannot be traced without data ({type(error).__name__}: "
@@ -311,4 +295,4 @@ def _optimizer_states(recipe: Recipe) -> int:
     optimizer = build(recipe.optimizer, {"weight": parameter}, capturable=False)
     optimizer.step()
     kept = optimizer.state[parameter].values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in kept)
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)

@@ -32,7 +32,6 @@ from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
 from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import RECIPE, SCALING, JsonObject, write_json
-from flatout.utils.style import shorten
 
 # Minimum seconds of the measurement that determines the number of steps of the others.
 RELIABLE_SECONDS = 0.3
@@ -387,7 +386,9 @@ def draw_scaling(path: Path, result: JsonObject) -> None:
     The ideal counts threads where they compute: a process of two threads is compared with two of one.
     """
     rows = {row["devices"]: row for row in result["specs"]}
-    title = f"{shorten(result['job'], 40)}: global batch {result['batch_size']}, {counted(result['epochs'], 'epoch')}"
+    title = (
+        f"{style.shorten(result['job'], 40)}: global batch {result['batch_size']}, {counted(result['epochs'], 'epoch')}"
+    )
     figure = style.new_figure(9.0, 3.9, title=title)
     throughput, time = figure.subplots(1, 2)
     style.style_panel(throughput, "Images per second")
@@ -412,7 +413,7 @@ def draw_scaling(path: Path, result: JsonObject) -> None:
         seconds = [row[key] or 0 for row in rows.values()]
         time.bar(range(len(rows)), seconds, width=0.55, color=colour, label=label if any(seconds) else "")
     for axes in (throughput, time):
-        axes.set_xticks(range(len(rows)), [shorten(name, 16) for name in rows])
+        axes.set_xticks(range(len(rows)), [style.shorten(name, 16) for name in rows])
         axes.set_xlim(-0.7, len(rows) - 0.3)
         # Room for labels and the legend.
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
