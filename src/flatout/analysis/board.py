@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 
 from flatout import report
 from flatout.tasks import task_named
-from flatout.train.run_dir import Holder, holder
+from flatout.train.run_dir import holder
 from flatout.utils import run_files
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
@@ -133,19 +133,23 @@ class RunStore:
 
 def _row(name: str, path: Path, date: float) -> JsonObject:
     """Return the figures of a run for the table; `problems` are sentences about missing and damaged files."""
-    process = holder(path)
+    is_alive = _is_alive(path)
     row: JsonObject = {"id": name, "name": path.name or path.resolve().name, "date": date, "spark": []}
     try:
         files = run_files.read_run(path, predictions=False)
     except (InputError, OSError) as error:
         has_epochs, recipe = any((path / file).exists() for file in (METRICS, SUMMARY)), run_files.read_recipe(path)[1]
-        status = "running" if _is_alive(path, process) else "broken" if has_epochs else "incomplete"
-        problems = [f"{error}."] if status != "running" else []
-        words: JsonObject = {key: str(recipe.get(key) or "") for key in ("job", "model")}
-        epochs = {"epochs": finite(recipe.get("epochs")), "epochs_trained": 0}
-        return row | words | epochs | {"status": status, "problems": problems}
-    summary, recipe, status = files.summary, files.recipe, _status(files, process)
+        row |= {key: str(recipe.get(key) or "") for key in ("job", "model")}
+        row |= {"epochs": finite(recipe.get("epochs")), "epochs_trained": 0}
+        if is_alive:
+            return row | {"status": "running", "problems": []}
+        return row | {"status": "broken" if has_epochs else "incomplete", "problems": [f"{error}."]}
+    summary, recipe, missing = files.summary, files.recipe, dict(files.missing)
     last = files.metrics[-1] if files.metrics else {}
+    if is_alive:
+        missing = {name: why for name, why in missing.items() if (path / name).is_file() and name != METRICS}
+    if summary.get("folds"):
+        missing.pop(METRICS, None)  # its folds have them
     with contextlib.suppress(ValueError):
         row["date"] = datetime.fromisoformat(summary.get("date") or "").timestamp()
     row |= {
@@ -153,8 +157,8 @@ def _row(name: str, path: Path, date: float) -> JsonObject:
         **_result(files),
         "images_per_second": summary.get("images_per_second") or last.get("images_per_second"),
         "train_seconds": summary.get("train_seconds") or sum(finite(e.get("seconds")) or 0.0 for e in files.metrics),
-        "status": status,
-        "problems": _problems(files, status),
+        "status": "running" if is_alive else _status(files),
+        "problems": [*missing.values(), *["recipe.toml is damaged: it is not valid TOML."] * (not recipe)],
         "job": summary.get("job") or recipe.get("job") or "",
         "model": recipe.get("model") or "",
         "note": summary.get("stopped") or "",
@@ -182,9 +186,8 @@ def _result(files: RunFiles) -> JsonObject:
     return found
 
 
-def _status(files: RunFiles, process: Holder | None) -> str:
-    if _is_alive(files.run, process):
-        return "running"
+def _status(files: RunFiles) -> str:
+    """Return the status of a run that has ended."""
     if not files.summary:
         return "broken" if (files.run / SUMMARY).is_file() else "incomplete"
     ended = files.summary.get("stopped") or ""
@@ -193,7 +196,8 @@ def _status(files: RunFiles, process: Holder | None) -> str:
     return "finished" if not ended or ended.startswith("early stopping") else "stopped"
 
 
-def _is_alive(run: Path, process: Holder | None) -> bool:
+def _is_alive(run: Path) -> bool:
+    process = holder(run)
     if process is None:
         return False
     if (is_alive := process.is_alive()) is not None:
@@ -201,15 +205,6 @@ def _is_alive(run: Path, process: Holder | None) -> bool:
     files = (METRICS, run_files.LIVE, RECIPE, f"{run_files.LOGS}/rank-0.log")
     written = [path.stat().st_mtime for name in files if (path := run / name).exists()]
     return bool(written) and time.time() - max(written) < SILENT_SECONDS
-
-
-def _problems(files: RunFiles, status: str) -> list[str]:
-    missing = dict(files.missing)
-    if status == "running":
-        missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
-    if files.summary.get("folds"):
-        missing.pop(METRICS, None)  # its folds have them
-    return [*missing.values(), *["recipe.toml is damaged: it is not valid TOML."] * (not files.recipe)]
 
 
 # --- one run, and several ---------------------------------------------------------------------------------------------
@@ -256,13 +251,11 @@ def read_changes(run: Path, stamps: Mapping[str, str]) -> JsonObject:
     files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / "rank-0.log"}
     now: dict[str, str] = {}
     for name, path in files.items():
-        try:
+        with contextlib.suppress(OSError):
             status = path.stat()
             now[name] = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
             if now[name] != stamps.get(name):
                 found[name] = run_files.read_metrics(run, {}) if name == "metrics" else _last_lines(path)
-        except OSError:
-            continue
     if "live" in found:
         found["live"] = [line for text in found["live"] if (line := run_files.json_object(text))]
     return {**run_files.plain(found), "stamps": now}

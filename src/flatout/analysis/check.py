@@ -169,9 +169,6 @@ def dataset_figures(source: ImageDataset, headers: Headers) -> JsonObject:
     }
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
-
-
 def check(source: ImageDataset, report: Progress) -> JsonObject:
     """Return the contents and the flaws of a data set; every image file is decoded, nothing is changed.
 

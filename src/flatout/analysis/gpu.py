@@ -233,9 +233,6 @@ def largest_batch(chip: Chip, small: "Trace", large: "Trace") -> int:
     return max(0, math.floor((chip.usable_bytes - fixed) / per_image))
 
 
-# --- a job ------------------------------------------------------------------------------------------------------------
-
-
 def estimate_on_gpus(
     work: "Work", chips: Mapping[str, Chip], price: float | None, *, inference: bool, allow_code: bool
 ) -> JsonObject:

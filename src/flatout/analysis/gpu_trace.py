@@ -235,9 +235,6 @@ def _call(kind: str, tensors: Sequence[Tensor], **figures: Any) -> Call:
     return Call(kind=kind, bytes=sum(sizes), largest=max(sizes), **figures)
 
 
-# --- the step of a job ------------------------------------------------------------------------------------------------
-
-
 def tracer_of(work: "Work", *, inference: bool, allow_code: bool) -> Callable[[bool, int], Trace]:
     """Return a cached function of half precision and batch that traces a step of a job."""
     recipe, task = work.recipe, task_of(work.recipe)

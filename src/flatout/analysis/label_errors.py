@@ -25,7 +25,7 @@ from flatout.config import Recipe
 from flatout.data.build import load
 from flatout.data.source import DataSource, ImageDataset
 from flatout.inference.calibration import bias_corrected
-from flatout.report.html import write_page
+from flatout.report.page import write_page
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import train
 from flatout.utils import run_files

@@ -31,7 +31,7 @@ from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import ImageDataset
 from flatout.engine import augment, pixels
 from flatout.engine.devices import parse_devices
-from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, framed, page, thumbnail, write_page
+from flatout.report.page import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, framed, page, thumbnail, write_page
 from flatout.tasks import with_task
 from flatout.train.fit import join_data, recipe_changes
 from flatout.train.recipes import resolve

@@ -118,9 +118,6 @@ def plan(
     return {**result, "out": str(out)}
 
 
-# --- the work of a job ------------------------------------------------------------------------------------------------
-
-
 def find_work(
     job: str | None,
     data: str | None,
@@ -176,9 +173,6 @@ def _count(
     share += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
     images = stop - start - round((stop - start) * share)
     return with_task(recipe, source.task), images, len(source.classes) or 1, str(source.path or source.kind)
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def format_plan(result: JsonObject) -> list[str]:

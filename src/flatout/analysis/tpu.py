@@ -135,9 +135,6 @@ def parse_topologies(text: str) -> list[Topology]:
     return found
 
 
-# --- estimates --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """The compiler's figures of a training step, for each device; without most of them if it does not fit."""
@@ -182,9 +179,6 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
         "job_seconds": job,
         "cost": None if price is None else price * choice.chips * job / 3600,
     }
-
-
-# --- the compiler -----------------------------------------------------------------------------------------------------
 
 
 def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[[Topology], CompiledStep]:

@@ -17,7 +17,7 @@ from flatout.data.source import DataSource
 from flatout.inference.predict import heatmaps_of
 from flatout.models.build import build_model
 from flatout.models.weights import load_exactly, read_weights
-from flatout.report.html import data_uri, thumbnail
+from flatout.report.page import data_uri, thumbnail
 from flatout.utils import run_files
 from flatout.utils.errors import InputError, first_line
 from flatout.utils.files import printable, write_atomically

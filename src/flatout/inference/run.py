@@ -30,7 +30,7 @@ from flatout.models.build import build_model
 from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
 from flatout.models.keras import KerasModule, is_keras
 from flatout.models.weights import load_exactly, read_weights
-from flatout.report.html import data_uri, framed
+from flatout.report.page import data_uri, framed
 from flatout.tasks import SingleLabel, Task, confusion, task_of
 from flatout.utils import run_files
 from flatout.utils.console import Console, in_notebook

@@ -1,30 +1,45 @@
-"""The report of a run: a self-contained page, made from the files of the run folder.
+"""The report of a run, made from the files of its folder: missing or damaged ones are reported in their place.
 
-Missing or damaged files are reported in their place.
+Pages are self-contained, from the templates of this folder, which escape all text from data. The only script, which
+filters a table, is allowed by its hash.
 """
 
+import base64
+import hashlib
+import io
 import re
 from decimal import Decimal
+from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from flatout.engine.pixels import centre
 from flatout.report import pictures
-from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
+from flatout.report.pictures import SMOOTH_FROM_PIXELS
 from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
+from flatout.utils.files import write_atomically
 from flatout.utils.run_files import REPORT, JsonObject, Predictions, RunFiles, read_run
-from flatout.utils.style import finite, number, plain
+from flatout.utils.style import finite, number, plain, shorten
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}
 SET_COLUMNS = ("wanted", "sets with the right class", "sets of one class", "classes per set")
 # Shorter parts of the time are not listed: they would read "0.0 s".
 MIN_SECONDS = 0.05
+THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
+FILTER_SCRIPT = """
+document.querySelector("input[type=search]").addEventListener("input", event => {
+  const wanted = event.target.value.toLowerCase();
+  for (const row of document.querySelectorAll("#all-classes tbody tr"))
+    row.hidden = !row.textContent.toLowerCase().includes(wanted);
+});
+"""
 
 
 def draw_all(run: Path) -> None:
@@ -257,3 +272,58 @@ def _environment(summary: JsonObject) -> list[tuple[str, str]]:
 def _bytes(value: object) -> str | None:
     size = finite(value)
     return None if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def page(template: str, content: JsonObject) -> str:
+    """Return a template of this folder, such as `page.html.j2`, filled in."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("flatout.report", package_path=""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
+    digest = base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode()
+    environment.globals |= {"script": FILTER_SCRIPT, "script_hash": digest}
+    return environment.get_template(template).render(content)
+
+
+def framed(html: str) -> str:
+    """Return a page in a frame, for notebooks: which isolates the page's style."""
+    # IPython warns about HTML that begins with a frame; its own IFrame only supports addresses.
+    return f'<div><iframe srcdoc="{escape(html)}" style="width:100%;height:50em;border:0"></iframe></div>'
+
+
+def write_page(path: Path, template: str, content: JsonObject) -> None:
+    """Write a page. Raises InputError if it cannot be written."""
+    write_atomically(path, page(template, content).encode())
+
+
+def thumbnail(image_HWC: np.ndarray) -> str:
+    """Return a picture of at most `THUMBNAIL_PIXELS` as a data URI: PNG for tiny images, JPEG for photographs."""
+    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
+    buffer = io.BytesIO()
+    if max(image.size) < SMOOTH_FROM_PIXELS:
+        image.save(buffer, format="png", optimize=True)
+        return data_uri("image/png", buffer.getvalue())
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    image.save(buffer, format="jpeg", quality=88)
+    return data_uri("image/jpeg", buffer.getvalue())
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """Return a file as a data URI."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _breakable(text: str) -> Any:
+    """Return the text escaped; lines may break after characters that join words, but not within numbers."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=\S[_/-])(?=\w)|(?<=\.)(?=[^\W\d])", "<wbr>", str(escape(text))))

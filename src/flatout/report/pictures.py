@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.report.html import SMOOTH_FROM_PIXELS
 from flatout.tasks import Task, confusion
 from flatout.utils import style
 from flatout.utils.run_files import JsonObject, Predictions
@@ -28,6 +27,7 @@ SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
+SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the model's input is visible
 # Maximum opacity of a heatmap.
 OPACITY = 0.8
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
@@ -200,9 +200,6 @@ def _mark_kept(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str)
         axes.axvline(kept, color=style.MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0, label=label)
 
 
-# --- all answers ------------------------------------------------------------------------------------------------------
-
-
 def draw_answers(path: Path, shown: Predictions, classes: Sequence[str], task: Task) -> None:
     """Write the picture of all predictions of a run: `confusion.png`."""
     if task.name == "regression":
@@ -302,9 +299,6 @@ def draw_numbers(path: Path, answers: np.ndarray, labels: np.ndarray, title: str
             axis.set_major_formatter("{x:,.0f}")
         axes.locator_params(axis="x", nbins=5)
     style.write_png(figure, path)
-
-
-# --- trust ------------------------------------------------------------------------------------------------------------
 
 
 def trust_charts(found: JsonObject, shown: Predictions, task: Task, names: Sequence[str]) -> dict[str, str]:

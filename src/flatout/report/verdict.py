@@ -236,9 +236,6 @@ def _input_wait(run: _Run) -> Iterator[str]:
         yield f"{share:.0%} of the training time was spent waiting for images: {advice}."
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
 def stages(summary: JsonObject, recipe: JsonObject) -> list[tuple[str, str, str]]:
     """Return name, layers and time of each stage in words, for the nested plain values of a recipe.
 
