@@ -218,18 +218,14 @@ class SingleLabel(Task):
         if self.loss != "binary-cross-entropy":
             return classes
         if classes != 2:
-            raise InputError(
-                f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'"
-            )
+            raise InputError(f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try cross-entropy")
         return 1
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
         # Inverse to the number of samples of each class, and 1 on average over the samples.
         counts = np.bincount(labels, minlength=classes)
-        present = counts > 0
-        weights = np.zeros(classes, np.float32)
-        weights[present] = len(labels) / (present.sum() * counts[present])
-        return weights
+        inverse = len(labels) / (np.count_nonzero(counts) * np.maximum(1, counts))
+        return np.where(counts > 0, inverse, 0).astype(np.float32)
 
     def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
         return None if class_weights is None else class_weights[labels]
@@ -335,8 +331,7 @@ class SingleLabel(Task):
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         wrong = np.flatnonzero(predicted != labels)
-        confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
-        return wrong[np.argsort(-confidence, kind="stable")]
+        return wrong[np.argsort(-np.nan_to_num(probabilities[wrong].max(axis=1)), kind="stable")]
 
     def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
         return float(probabilities_K[answer]) if answer >= 0 else None
@@ -352,8 +347,8 @@ def _by_class(
         "f1": 2 * right_K / np.maximum(1, answered_K + actual_K),
         "support": actual_K,
     }
-    rows = zip(classes, *(column.tolist() for column in figures.values()), strict=True)
-    return [dict(zip(("class", *figures), row, strict=True)) for row in rows]
+    columns = {"class": classes} | {name: column.tolist() for name, column in figures.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:

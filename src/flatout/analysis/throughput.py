@@ -32,6 +32,7 @@ from flatout.utils.console import Console, aligned, counted, duration
 from flatout.utils.errors import InputError, Stopped, TrainingFailed
 from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import RECIPE, SCALING, JsonObject, write_json
+from flatout.utils.style import shorten
 
 # Minimum seconds of the measurement that determines the number of steps of the others.
 RELIABLE_SECONDS = 0.3
@@ -357,10 +358,9 @@ def _cells(row: JsonObject) -> dict[str, str]:
     def cell(key: str, text: Callable[[float], str]) -> str:
         return "-" if row[key] is None else text(row[key])
 
-    threads = _threads(row)
     return {
         "devices": row["devices"],
-        "processes x threads": f"{row['world_size']}" + (f" x {row['threads_per_rank']}" if threads else ""),
+        "processes x threads": f"{row['world_size']}{f' x {_threads(row)}' if _threads(row) else ''}",
         "images per second": cell("images_per_second", "{:,.0f}".format),
         "speed-up": cell("speed_up", "{:.2f}".format),
         "efficiency": cell("efficiency", "{:.0%}".format),
@@ -375,9 +375,9 @@ def _cells(row: JsonObject) -> dict[str, str]:
     }
 
 
-def _threads(row: JsonObject) -> int | None:
-    """Return the threads of all processes; None on accelerators, where threads do not compute."""
-    return row["world_size"] * row["threads_per_rank"] if row["kind"] == "cpu" and row["threads_per_rank"] else None
+def _threads(row: JsonObject) -> int:
+    """Return the threads of each process; 0 on accelerators, where threads do not compute."""
+    return row["threads_per_rank"] or 0 if row["kind"] == "cpu" else 0
 
 
 def draw_scaling(path: Path, result: JsonObject) -> None:
@@ -386,18 +386,16 @@ def draw_scaling(path: Path, result: JsonObject) -> None:
     The ideal counts threads where they compute: a process of two threads is compared with two of one.
     """
     rows = {row["devices"]: row for row in result["specs"]}
-    title = (
-        f"{style.shorten(result['job'], 40)}: global batch {result['batch_size']}, {counted(result['epochs'], 'epoch')}"
-    )
+    job = shorten(result["job"], 40)
+    title = f"{job}: global batch {result['batch_size']}, {counted(result['epochs'], 'epoch')}"
     figure = style.new_figure(9.0, 3.9, title=title)
     throughput, time = figure.subplots(1, 2)
     style.style_panel(throughput, "Images per second")
-    rates = [row["images_per_second"] or 0 for row in rows.values()]
-    throughput.bar(range(len(rows)), rates, width=0.55, color=style.RIGHT)
     for position, row in enumerate(rows.values()):
-        style.add_label(throughput, position, rates[position], f"{rates[position]:,.0f}")
-        base = rows[row["base"]]
-        work, base_work = _threads(row) or row["world_size"], _threads(base) or base["world_size"]
+        rate, base = row["images_per_second"] or 0, rows[row["base"]]
+        throughput.bar(position, rate, width=0.55, color=style.RIGHT)
+        style.add_label(throughput, position, rate, f"{rate:,.0f}")
+        work, base_work = (one["world_size"] * (_threads(one) or 1) for one in (row, base))
         ideal = (base["images_per_second"] or 0) * work / base_work
         label = "" if position else "ideal"
         throughput.hlines(ideal, position - 0.35, position + 0.35, color=style.ORANGE, linewidth=1.5, label=label)
@@ -413,10 +411,9 @@ def draw_scaling(path: Path, result: JsonObject) -> None:
         seconds = [row[key] or 0 for row in rows.values()]
         time.bar(range(len(rows)), seconds, width=0.55, color=colour, label=label if any(seconds) else "")
     for axes in (throughput, time):
-        axes.set_xticks(range(len(rows)), [style.shorten(name, 16) for name in rows])
-        axes.set_xlim(-0.7, len(rows) - 0.3)
+        axes.set_xticks(range(len(rows)), [shorten(name, 16) for name in rows])
         # Room for labels and the legend.
-        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.set(xlim=(-0.7, len(rows) - 0.3), ylim=(0, 1.25 * axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
         style.add_legend(axes, loc="upper left", ncols=3)
     style.write_png(figure, path)

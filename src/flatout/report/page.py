@@ -49,7 +49,6 @@ def draw_all(run: Path) -> None:
     names, shown = files.summary.get("classes") or [], files.predictions
     if files.metrics:
         pictures.draw_curves(run / "curves.png", files.metrics, files.summary, task)
-    # What the page needs where there are no predictions.
     answers: JsonObject = {"split": "", "mistakes": [], "unanswered": 0}
     if shown:
         picked = shown.sample[shown.grid]
@@ -62,7 +61,9 @@ def draw_all(run: Path) -> None:
 
 def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
     summary = files.summary
-    remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
+    remarks = [f"For {unanswered:,} images the model's answer was not a number; they count as wrong."] * bool(
+        unanswered
+    )
     # A head that was fitted to features, and no more, has no curve.
     has_epochs = any(line.get("epoch") for line in files.metrics)
     curves = ["loss", task.metric_names[0]] * has_epochs
@@ -80,7 +81,7 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
         "checked": CHECKED[task.name + " head" * (not has_epochs)],
-        "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
+        "verdict": [*(summary.get("verdict") or ()), *remarks],
         "curves": {name: pictures.curve_svg(files.metrics, summary, name, task) for name in curves},
         "stages": stages(summary, files.recipe),
         "time": _time(summary),
@@ -97,10 +98,9 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
     keys = ("class", "support", "precision", "recall", "f1")
     rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
     rows = sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))  # the worst first
-    pairs: list[tuple[Any, ...]] = []
-    if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
-        found = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
-        pairs = [tuple(row.values()) for row in found]
+    pairs = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
+    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:  # the confusion matrix shows the numbers
+        pairs = []
     mistakes = _tiles(shown, shown.mistakes, names, task)
     return {
         "split": SPLIT_NAMES.get(shown.split, shown.split),
@@ -114,7 +114,7 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
         "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
         "set_columns": SET_COLUMNS,
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()),
-        "pairs": pairs,
+        "pairs": [tuple(row.values()) for row in pairs],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
     }
@@ -165,25 +165,24 @@ def _folds(summary: JsonObject, task: Task) -> list[tuple[str, str, list[str]]]:
 
 def _facts(summary: JsonObject) -> list[tuple[str, str]]:
     epochs, trained = summary.get("epochs"), summary.get("epochs_trained")
-    unit = "epoch" if epochs == 1 else "epochs"
-    facts = [
+    unit, seconds = "epoch" if epochs == 1 else "epochs", summary.get("time_seconds") or {}
+    fitted = [value for name in ("features", "head") if (value := finite(seconds.get(name))) is not None]
+    shown: JsonObject = {}
+    if epochs == 0 and fitted:
+        shown["features and head"] = duration(sum(fitted))
+        summary = {**summary, "epochs": None, "train_seconds": None}
+    for name, key, text in (
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
         ("everything included", "wall_seconds", duration),
         (unit, "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
-    ]
-    seconds = summary.get("time_seconds") or {}
-    fitted = [value for name in ("features", "head") if (value := finite(seconds.get(name))) is not None]
-    if epochs == 0 and fitted:
-        summary = {**summary, "epochs": None, "train_seconds": None, "fitted": sum(fitted)}
-        facts.insert(0, ("features and head", "fitted", duration))
-    known = {name: text(value) for name, key, text in facts if (value := finite(summary.get(key))) is not None}
-    if trained not in (None, epochs) and unit in known:
-        known[unit] = f"{trained:,} of {known[unit]}"
-    if devices := summary.get("devices"):
-        known["devices"] = devices
-    return list(known.items())
+    ):
+        if (value := finite(summary.get(key))) is not None:
+            shown[name] = text(value)
+    if trained not in (None, epochs) and unit in shown:
+        shown[unit] = f"{trained:,} of {shown[unit]}"
+    return [*shown.items(), *[("devices", str(summary["devices"]))] * bool(summary.get("devices"))]
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[JsonObject]:
