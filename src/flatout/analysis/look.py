@@ -219,7 +219,7 @@ class Look:
         small = dict(zip(indices, thumbnails(source, indices), strict=True))
         stored, kept = stored_images(source, indices[:TRIED], self.recipe)
         visible_MHWC = visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides))
-        seen = [self._tile(i, image) for i, image in zip(kept.tolist(), visible_MHWC, strict=False)]
+        seen = [self._tile(i, image) for i, image in zip(kept, visible_MHWC, strict=False)]
         views = []
         if self.recipe.augment.is_random and len(kept):
             views = augmented(source, kept[:AUGMENTED], self.recipe, range(VIEWS))
@@ -230,12 +230,12 @@ class Look:
         rows.sort(key=lambda row: -row[1])
         outliers = self._extreme[:OUTLIERS_SHOWN]
         return {
+            **figures,
             "name": (source.path.name if source.path else "") or source.kind,
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
             "total": sum(figures["images"].values()),
             "facts": self._facts(),
             "remarks": self.remarks(),
-            "task": source.task,
             "groups": [(name, size, [self._tile(i, small[i]) for i in chosen]) for name, size, chosen in groups],
             "classes": len(source.classes),
             "columns": ["class", *figures["images"], "share of train"],
@@ -248,22 +248,16 @@ class Look:
                 "width / height": _histogram(widths / heights),
             },
             "shapes": [(" × ".join(reversed(shape.split("x"))), n) for shape, n in figures["shapes"].items()],
-            "modes": list(figures["modes"].items()),
             "limit": f"{EXTREME:g}",
             "outliers": [
                 self._tile(i, image, name_of(source, i), f"{self.headers.widths[i]} × {self.headers.heights[i]}")
                 for i, image in zip(outliers, thumbnails(source, outliers), strict=True)
             ],
-            "outlier_count": len(self._extreme),
-            "unreadable": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
-            "unreadable_count": len(figures["unreadable"]),
-            "seen": [
-                (self._tile(i, small[i], label_of(source, i)), after)
-                for i, after in zip(kept.tolist(), seen, strict=False)
-            ],
+            "unreadable_shown": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
+            "seen": [(self._tile(i, small[i], label_of(source, i)), new) for i, new in zip(kept, seen, strict=False)],
             "views": [
                 (before, [self._tile(i, view) for view in changed])
-                for i, before, changed in zip(kept.tolist(), seen, views, strict=False)
+                for i, before, changed in zip(kept, seen, views, strict=False)
             ],
             "reasons": list(self.reasons),
             "job": self.recipe.job,

@@ -101,19 +101,16 @@ def plan(
         compile_step = step_compiler(work, allow_code, console)
         rows = [estimate_row(work, choice, compile_step(choice), price) for choice in slices]
         planned = {"estimate": True, "price_per_chip_hour": price, "topologies": rows}
-    recipe = work.recipe
     result = {
-        "job": recipe.job,
-        "model": recipe.model,
+        **{key: getattr(work.recipe, key) for key in ("job", "model", "epochs")},
         "batch_size": work.batch,
-        "epochs": recipe.epochs,
         "images": work.images,
         "classes": work.classes,
         "data": work.about,
         **planned,
         "versions": compiler_versions(),
     }
-    out = make_folder(out or default_folder(f"plan-{recipe.job}"))
+    out = make_folder(out or default_folder(f"plan-{work.recipe.job}"))
     write_json(out / PLAN_RESULT, result)
     return {**result, "out": str(out)}
 
@@ -188,7 +185,7 @@ def format_plan(result: JsonObject) -> list[str]:
 def _format_estimate(result: JsonObject) -> list[str]:
     with_cost = result["price_per_chip_hour"] is not None
     head = ["topology", "chips", "memory of each", *LIMITS.values(), "step", "images/s", "job"]
-    table = [[*head, *["cost"] * with_cost]]
+    table = [head + ["cost"] * with_cost]
     for row in result["topologies"]:
         needed = _bytes(row["needed_bytes"]) if row["needed_bytes"] else "?"
         cells = [row["topology"], str(row["chips"]), f"{needed} of {_bytes(row['memory_bytes'])}"]
@@ -196,11 +193,7 @@ def _format_estimate(result: JsonObject) -> list[str]:
             times = row["seconds"]
             cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
             cells += [_short(times["step"]), f"≤ {plain(row['images_per_second'])}", _span(row["job_seconds"])]
-            if with_cost:
-                cells.append(_money(row["cost"]))
-        else:
-            cells.append("does not fit")
-        table.append(cells)
+        table.append([*cells, *_cost(row)] if row["fits"] else [*cells, "does not fit"])
     lines = [
         *aligned(table),
         "",
@@ -218,15 +211,12 @@ def _format_estimate(result: JsonObject) -> list[str]:
 
 def _format_gpus(result: JsonObject) -> list[str]:
     with_cost = result["price_per_gpu_hour"] is not None
-    head = ["GPU", "memory", "largest batch", "step", "images/s", "epoch", "job", *["cost"] * with_cost, "limit"]
-    table = [head]
+    table = [["GPU", "memory", "largest batch", "step", "images/s", "epoch", "job", *["cost"] * with_cost, "limit"]]
     for row in result["gpus"]:
         cells = [row["gpu"], f"{_bytes(row['memory_bytes'])} of {_bytes(row['gpu_memory_bytes'])}"]
         cells += [f"{row['largest_batch']:,}", _short(row["step_seconds"]), plain(row["images_per_second"])]
         cells += [_span(row["epoch_seconds"]), _span(row["job_seconds"])]
-        if with_cost:
-            cells.append(_money(row["cost"]))
-        table.append([*cells, f"{row['limit']} ({row['precision']})"])
+        table.append([*cells, *_cost(row), f"{row['limit']} ({row['precision']})"])
     median, most = (result["gpus"][0][key] for key in ("expected_error", "expected_error_90"))
     what = "predictions" if result["inference"] else "training steps"
     return [
@@ -238,8 +228,9 @@ def _format_gpus(result: JsonObject) -> list[str]:
     ]
 
 
-def _money(amount: float) -> str:
-    return f"{amount:,.2f}" if amount >= 0.1 else f"{amount:.2g}"
+def _cost(row: JsonObject) -> list[str]:
+    cost = row["cost"]
+    return [] if cost is None else [f"{cost:,.2f}" if cost >= 0.1 else f"{cost:.2g}"]
 
 
 def _bytes(count: float) -> str:

@@ -61,9 +61,7 @@ def draw_all(run: Path) -> None:
 
 def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
     summary = files.summary
-    remarks = [f"For {unanswered:,} images the model's answer was not a number; they count as wrong."] * bool(
-        unanswered
-    )
+    remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
     # A head that was fitted to features, and no more, has no curve.
     has_epochs = any(line.get("epoch") for line in files.metrics)
     curves = ["loss", task.metric_names[0]] * has_epochs
@@ -81,7 +79,7 @@ def _content(files: RunFiles, task: Task, unanswered: int) -> JsonObject:
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
         "checked": CHECKED[task.name + " head" * (not has_epochs)],
-        "verdict": [*(summary.get("verdict") or ()), *remarks],
+        "verdict": [*(summary.get("verdict") or ()), *[remark] * bool(unanswered)],
         "curves": {name: pictures.curve_svg(files.metrics, summary, name, task) for name in curves},
         "stages": stages(summary, files.recipe),
         "time": _time(summary),
