@@ -96,9 +96,9 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
     keys = ("class", "support", "precision", "recall", "f1")
     rows = [tuple(row[key] for key in keys) for row in task.per_class(shown.predicted, shown.labels, names)]
     rows = sorted((row for row in rows if row[1]), key=lambda row: (row[4], -row[1]))  # the worst first
-    pairs = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
-    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:  # the confusion matrix shows the numbers
-        pairs = []
+    pairs: list[JsonObject] = []
+    if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
+        pairs = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
     mistakes = _tiles(shown, shown.mistakes, names, task)
     return {
         "split": SPLIT_NAMES.get(shown.split, shown.split),
@@ -180,7 +180,9 @@ def _facts(summary: JsonObject) -> list[tuple[str, str]]:
             shown[name] = text(value)
     if trained not in (None, epochs) and unit in shown:
         shown[unit] = f"{trained:,} of {shown[unit]}"
-    return [*shown.items(), *[("devices", str(summary["devices"]))] * bool(summary.get("devices"))]
+    if devices := summary.get("devices"):
+        shown["devices"] = devices
+    return list(shown.items())
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[JsonObject]:
