@@ -94,16 +94,10 @@ def test_axes_do_not_dramatise_noise():
     assert high - low >= 0.17
 
 
-def test_a_run_of_one_epoch_shows_the_loss_by_steps():
-    losses = [[step, 2.0 / step] for step in range(1, 11)]
-    loss = panel([epoch_line(1)], "loss", train_loss_by_step=losses)
-    assert len(loss.lines[0].get_xdata()) == 10
-
-
-def test_a_short_last_epoch_does_not_move_the_loss_by_steps():
-    lines = [epoch_line(1), epoch_line(2, step=15)]
-    loss = panel(lines, "loss", train_loss_by_step=[[10, 1.0], [15, 0.5]])
-    assert list(loss.lines[0].get_xdata()) == [1.0, 1.5]
+@pytest.mark.parametrize("lines", [[epoch_line(1)], [epoch_line(1), epoch_line(2, step=15)]])
+def test_a_run_of_few_epochs_shows_the_loss_by_steps_which_a_short_last_one_does_not_move(lines: list[dict[str, Any]]):
+    loss = panel(lines, "loss", train_loss_by_step=[[5, 2.0], [10, 1.0], [15, 0.5]])
+    assert list(loss.lines[0].get_xdata()) == [0.5, 1.0, 1.5]
 
 
 def test_the_legend_names_the_kept_epoch_and_its_score():

@@ -90,24 +90,19 @@ def test_views_are_averaged_as_probabilities_or_numbers() -> None:
     torch.testing.assert_close(NUMBERS.averaged(views[..., :1]), views[..., :1].mean(0))
 
 
-def test_a_split_has_the_same_share_of_every_label() -> None:
+def test_a_split_has_the_same_share_of_every_label_and_of_small_and_large_numbers() -> None:
     rng = np.random.default_rng(1)
     labels = (rng.random((1000, 8)) < [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.9]).astype(np.uint8)
     kept, taken = split_by_labels(labels, 0.25, 1, stream="valid")
     assert sorted([*kept, *taken]) == list(range(1000))
     assert len(taken) == pytest.approx(250, abs=8)
     assert np.abs(labels[taken].sum(0) - labels.sum(0) / 4).max() <= 2
-
-
-def test_a_rare_label_stays_in_training() -> None:
+    # A rare label stays in training.
     labels = np.zeros((50, 3), np.uint8)
     labels[:, 0], labels[7, 1], labels[3, 2] = 1, 1, 1
     kept, taken = split_by_labels(labels, 0.7, 1, stream="test")
     assert labels[kept].any(0).all()
     assert len(taken) > 20
-
-
-def test_a_split_of_numbers_takes_the_same_share_of_small_and_large_ones() -> None:
     numbers = np.random.default_rng(0).lognormal(3, 2, 500).astype(np.float32)
     taken = split_by_labels(numbers, 0.2, 1, stream="valid")[1]
     assert len(taken) == 100

@@ -212,10 +212,9 @@ def _is_alive(run: Path) -> bool:
 
 def run_details(path: Path) -> JsonObject:
     """Return recipe, figures and verdict of a run. A run without an epoch has only its recipe."""
-    try:
+    summary: JsonObject = {}
+    with contextlib.suppress(InputError):
         summary = run_files.read_run(path, predictions=False).summary
-    except InputError:
-        summary = {}
     return {
         "folder": str(path.resolve()),
         "recipe": run_files.read_recipe(path)[0],

@@ -187,11 +187,11 @@ def find_label_errors(
 def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
     """Write page, suggestions and, for separate files, a list of corrected labels; return the result, and lines."""
     source, rows = found.source, [_suggestion(found.source, error) for error in found.errors]
-    columns = [name for name in COLUMNS if name != "file" or source.files is not None]
+    columns = COLUMNS if source.files is not None else COLUMNS[1:]
     _write_csv(out / SUGGESTIONS, columns, ([row[name] for name in columns] for row in rows))
     write_page(out / PAGE, "labels.html.j2", _content(found, rows))
-    share = len(rows) / len(source)
-    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({100 * share:.1f} %)", *found.remarks]
+    share = 100 * len(rows) / len(source)
+    lines = [f"{len(rows):,} of {len(source):,} labels are likely wrong ({share:.1f} %)", *found.remarks]
     shown = rows[:MAX_LISTED]
     lines += [f"  {row['name']}: {row['given']} → {row['suggested']} ({row['confidence']:.3f})" for row in shown]
     lines += [f"  and {len(rows) - MAX_LISTED:,} more"] * (len(rows) > MAX_LISTED)
@@ -246,9 +246,7 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
     }
 
 
-def _write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) -> None:
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
+    csv.writer(buffer, lineterminator="\n").writerows([columns, *rows])
     write_atomically(path, buffer.getvalue().encode("utf-8", "backslashreplace"))

@@ -136,7 +136,6 @@ def format_lr(result: JsonObject) -> list[str]:
     remark = "no suggestion: the loss fell at no learning rate; check the labels, the images and the optimizer"
     if result["rate"] is not None:
         table.append(["suggested", f"{result['rate']:.2g}"])
-        # In terms of the recipe's `lr_base_batch`.
         remark = f"train with it: --lr {result['lr']:g}"
     return [*aligned(table), "", remark, f"{result['out']}: {LR_RESULT}, {LR_CHART}"]
 

@@ -167,13 +167,13 @@ def estimate_row(work: "Work", choice: Topology, step: CompiledStep, price: floa
         "memory": step.memory_bytes / chip.memory_bandwidth,
         "interconnect": sum(choice.message_seconds(c["kind"], c["bytes"], c["count"]) for c in step.collectives),
     }
-    epoch = max(seconds.values()) * work.steps_per_epoch
-    job = max(seconds.values()) * work.steps
+    limit, step_seconds = max(seconds.items(), key=lambda item: item[1])
+    epoch, job = step_seconds * work.steps_per_epoch, step_seconds * work.steps
     return row | {
         "flops": step.flops,
         "bytes_accessed": step.memory_bytes,
-        "seconds": {**seconds, "step": max(seconds.values())},
-        "limit": max(seconds, key=lambda name: seconds[name]),
+        "seconds": {**seconds, "step": step_seconds},
+        "limit": limit,
         "images_per_second": work.images_per_epoch / epoch,
         "epoch_seconds": epoch,
         "job_seconds": job,

@@ -248,22 +248,19 @@ def stages(summary: JsonObject, recipe: JsonObject) -> list[tuple[str, str, str]
     if "epochs_trained" not in summary or (not source and "head" not in times):
         return []
 
-    def spent(part: str) -> str:
-        seconds = finite(times.get(part))
-        return duration(seconds) if seconds else ""
-
+    spent = {part: duration(seconds) for part, value in times.items() if (seconds := finite(value))}
     rows = [("pre-trained", f"the layers before the head: {source}" if source else "none: random weights", "")]
     if "head" in times:
         is_mirrored = recipe.get("tta") and (recipe.get("augment") or {}).get("flip")
         frozen = "the layers before the head, frozen: their output is computed once for each image"
-        rows.append(("features", frozen + " and its mirror image" * bool(is_mirrored), spent("features")))
+        rows.append(("features", frozen + " and its mirror image" * bool(is_mirrored), spent.get("features", "")))
         alone = None if summary.get("epochs_trained") else finite(summary.get("trained_parameters"))
         fitted = f"the head is fitted to the features{f': {alone:,.0f} parameters' if alone else ''}"
-        rows.append(("head", fitted, spent("head")))
-    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), spent("train")))
+        rows.append(("head", fitted, spent.get("head", "")))
+    rows.append(("fine-tuning", _fine_tuning(summary, has_head="head" in times), spent.get("train", "")))
     kept = summary.get("kept_epoch")
     used = "the fitted head" if kept == 0 else f"the weights of epoch {kept or '—'}"
-    return [*rows, ("evaluation", used, spent("evaluate"))]
+    return [*rows, ("evaluation", used, spent.get("evaluate", ""))]
 
 
 def _fine_tuning(summary: JsonObject, *, has_head: bool) -> str:
