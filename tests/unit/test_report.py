@@ -177,12 +177,23 @@ def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path
     assert allowed == [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()]
 
 
-@pytest.mark.parametrize(("key", "value"), [("test_accuracy", "high"), ("notes", "cat"), ("versions", [""])])
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("test_accuracy", "high", "has a wrong type"),
+        ("notes", "cat", "has a wrong type"),
+        ("versions", [""], "has a wrong type"),
+        ("trust", {"unknown": {"known_share": 0.95}}, "is incomplete"),
+        ("trust", {"unknown": None}, "is incomplete"),
+        ("trust", {"prediction_sets": [{"coverage": 0.9}]}, "is incomplete"),
+        ("trust", {"reliability_after": []}, "is incomplete"),
+    ],
+)
 @pytest.mark.usefixtures("page_alone")
-def test_a_wrong_value_is_named(tmp_path: Path, command: Command, key: str, value: Any):
+def test_a_wrong_value_is_named(tmp_path: Path, command: Command, key: str, value: Any, problem: str):
     run = write_run(tmp_path / "run", ["cat", "dog"], **{key: value})
     fix, said = f"restore the file, or remove {key} from it", command("report", run, code=2)
-    assert re.fullmatch(rf"flatout: .*summary\.json: {key} has a wrong type: {fix}\n", said)
+    assert re.fullmatch(rf"flatout: .*summary\.json: {key} {problem}: {fix}\n", said)
 
 
 @pytest.mark.usefixtures("page_alone")

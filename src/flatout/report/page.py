@@ -23,8 +23,9 @@ from flatout.report.pictures import SMOOTH_FROM_PIXELS
 from flatout.report.verdict import CHECKED, stages
 from flatout.tasks import Task, task_named
 from flatout.utils.console import duration
+from flatout.utils.errors import InputError
 from flatout.utils.files import write_atomically
-from flatout.utils.run_files import REPORT, JsonObject, Predictions, RunFiles, read_run
+from flatout.utils.run_files import REPORT, SUMMARY, JsonObject, Predictions, RunFiles, read_run
 from flatout.utils.style import finite, number, plain, shorten
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
@@ -100,6 +101,15 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
     if len(names) > pictures.NUMBERS_UP_TO_CLASSES:  # else the confusion matrix shows the numbers
         pairs = task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]
     mistakes = _tiles(shown, shown.mistakes, names, task)
+    try:
+        calibration = {
+            "trust": trust(summary, "test" if shown.split == "test" else "valid"),
+            "sets": prediction_sets(summary),
+            "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
+        }
+    except (KeyError, TypeError, ValueError):  # edited by hand
+        where = files.run / SUMMARY
+        raise InputError(f"{where}: trust is incomplete: restore the file, or remove trust from it") from None
     return {
         "split": SPLIT_NAMES.get(shown.split, shown.split),
         "grid": _tiles(shown, shown.grid, names, task),
@@ -107,9 +117,7 @@ def _answers(files: RunFiles, shown: Predictions, names: list[str], task: Task) 
         "unanswered": int((~np.isfinite(shown.probabilities)).any(axis=1).sum()),
         "explained": _explained(shown, mistakes),
         "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
-        "trust": trust(summary, "test" if shown.split == "test" else "valid"),
-        "sets": prediction_sets(summary),
-        "trust_charts": pictures.trust_charts(summary.get("trust") or {}, shown, task, names),
+        **calibration,
         "set_columns": SET_COLUMNS,
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()),
         "pairs": [tuple(row.values()) for row in pairs],
