@@ -29,7 +29,7 @@ SECONDS = 300.0
 _SERVER = multiprocessing.get_context("forkserver")
 # What ranks would import themselves: pytest with the module of the test, torch._dynamo with the first DTensor.
 _SERVER.set_forkserver_preload(
-    ["torch._dynamo", "pytest", "flatout.engine.torch.engine", "flatout.engine.torch.fsdp", "tests.engine.ranks"]
+    ["torch._dynamo", "pytest", "flatout.engine.torch.engine", "torch.distributed.fsdp", "tests.engine.ranks"]
 )
 
 

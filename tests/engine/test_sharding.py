@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from flatout.config import Recipe
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.engine.torch.fsdp import shard
+from flatout.engine.torch.gradients import shard
 from flatout.train.loop import TrainingLoop
 from flatout.train.request import Progress
 from flatout.utils.errors import InputError

@@ -3,17 +3,15 @@
 NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import scipy
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
 
 from flatout.config import Augment, Recipe
 from flatout.engine import pixels
 from flatout.utils.random import Stream, block_permutation, permutation, uniform
-
-if TYPE_CHECKING:
-    import torch
 
 # The key of the view of a split's images that evaluations see.
 NOT_AUGMENTED = -1
@@ -242,12 +240,12 @@ def _boxes(width: np.ndarray, height: np.ndarray, positions: np.ndarray) -> np.n
 
 
 def apply(
-    images_BHWC: "torch.Tensor",
-    transforms: "dict[str, torch.Tensor] | None",
-    scale: "torch.Tensor",
-    bias: "torch.Tensor",
+    images_BHWC: Tensor,
+    transforms: dict[str, Tensor] | None,
+    scale: Tensor,
+    bias: Tensor,
     size: tuple[int, int] | None = None,
-) -> "torch.Tensor":
+) -> Tensor:
     """Normalise a batch and apply its transforms except mixing; return float32 [B, C, H, W].
 
     Resampling is bilinear with edge pixels repeated; images that are not resampled are cropped at the centre.
@@ -258,9 +256,6 @@ def apply(
         scale, bias: float32 [C]; a pixel p of 0..255 becomes p * scale + bias.
         size: height and width of the result; None for the images' own.
     """
-    import torch
-    from torch.nn.functional import grid_sample
-
     transforms = transforms or {}
     if size and "affine" not in transforms:
         images_BHWC = pixels.centre(images_BHWC, *size)
@@ -284,19 +279,17 @@ def apply(
     return images
 
 
-def _affine_grid(maps_B23: "torch.Tensor", height: int, width: int) -> "torch.Tensor":
+def _affine_grid(maps_B23: Tensor, height: int, width: int) -> Tensor:
     """Return the source of each pixel, [B, H, W, 2] as (x, y) in -1..1.
 
     torch's own `affine_grid` is a matrix product, which TF32 would round by hundredths of a pixel.
     """
-    import torch
-
     y, x = (torch.linspace(-1, 1, n, device=maps_B23.device) * (n - 1) / n for n in (height, width))
     of_x, of_y, moved = (maps_B23[:, None, None, :, column] for column in range(3))
     return of_x * x[:, None] + of_y * y[:, None, None] + moved
 
 
-def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":
+def _count_darker(levels_BHWC: Tensor) -> Tensor:
     """See `pixels.recolor`."""
     levels_BCP = levels_BHWC.permute(0, 3, 1, 2).flatten(2).long()
     empty = levels_BHWC.new_zeros(*levels_BCP.shape[:2], 256)
@@ -317,14 +310,12 @@ def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     return [(moved, is_mirrored) for is_mirrored in mirrors for moved in shifts]
 
 
-def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":
+def mix(images_BCHW: Tensor, partners_BCHW: Tensor, rows_B6: Tensor) -> Tensor:
     """Return images mixed with their partners according to rows of the table `mix`."""
     return pixels.mixed(images_BCHW, partners_BCHW, rows_B6, inside(rows_B6[:, 1:5], images_BCHW))
 
 
-def inside(boxes_B4: "torch.Tensor", images_BCHW: "torch.Tensor") -> "torch.Tensor":
+def inside(boxes_B4: Tensor, images_BCHW: Tensor) -> Tensor:
     """Return the mask of a box in each image, bool [B, 1, H, W]."""
-    import torch
-
     height, width = (torch.arange(length, device=boxes_B4.device) for length in images_BCHW.shape[2:])
     return pixels.inside(boxes_B4, height, width)[:, None]

@@ -96,10 +96,7 @@ class DeviceDataset(Protocol):
         """Update the engine's state from one batch; `seed` determines dropout."""
 
     def draws(self, inputs: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return this process's samples in a training batch, int64 [B] without padding, and their augmentation.
-
-        The latter are rows [B, ...] of the tables of `augment.epoch_transforms`.
-        """
+        """Return this process's samples in a training batch, int64 [B], and their rows of `augment.epoch_transforms`."""
         ...
 
     def evaluate(
@@ -112,8 +109,7 @@ class DeviceDataset(Protocol):
     ) -> Evaluation:
         """Evaluate the split, with `tta` over several views (`augment.tta_views`), and wait for the result.
 
-        `keep_features` maps the features of each batch, the input of the network's head, float32 [B, F], to what is
-        kept of them, [B, ...]: all features can be larger than the images.
+        `keep_features` maps the input of the network's head in each batch, float32 [B, F], to what is kept, [B, ...].
         """
         ...
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -46,7 +47,7 @@ _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX
 
 
 class Accelerator:
-    """A device of any kind; subclasses are specific to CPUs, Apple's GPUs and NVIDIA's."""
+    """A device of any kind, such as an Apple GPU; subclasses are specific to CPUs and to NVIDIA's GPUs."""
 
     # It uses the cores and memory of the host; otherwise operations are queued, and reading a result synchronises.
     is_host = False
@@ -54,13 +55,13 @@ class Accelerator:
     can_capture = False  # steps, as a graph
     can_compile = False  # models, by torch's compiler
     has_batch_norm = False  # torch has the kernels of its SyncBatchNorm
-    wide_float = torch.float64  # the type for long sums
     evaluation_batch = EVALUATION_BATCH  # the largest
     precision, threads, ranks_here = "fp32", 1, 1  # number format, compute threads, ranks of the host; after `prepare`
     is_tuned = False  # likewise: libraries may choose their algorithms by measuring them
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._earlier_peak = device, 0
+        self.wide_float = torch.float32 if device.type == "mps" else torch.float64  # for long sums
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ class Accelerator:
         if not self.is_host:
             torch.get_device_module(self.device).manual_seed(seed)
 
-    def pinned(self, array: np.ndarray) -> torch.Tensor:
+    def pinned(self, array: np.ndarray) -> Tensor:
         """Return a small array as a tensor of the host, from which it can be copied to the device asynchronously."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.has_memory else tensor
@@ -132,10 +133,10 @@ class Accelerator:
         fits = not self.is_host and nbytes <= MEMORY_SHARE * available_memory() / self.ranks_here
         return "memory" if fits else "disk"
 
-    def allocate(self, count: int, like: torch.Tensor, wanted: str) -> torch.Tensor | np.ndarray:
-        """Allocate `count` rows shaped like those of `like` [B, ...], where `placement` chooses: on disk, in a file.
+    def allocate(self, count: int, like: Tensor, wanted: str) -> Tensor | np.ndarray:
+        """Allocate `count` rows shaped like those of `like` [B, ...], where `placement` chooses; arrays are float32.
 
-        An array is always float32. The file is unnamed, so nothing remains of it however the process ends.
+        The file on disk is unnamed, so nothing remains of it however the process ends.
         """
         shape = (count, *like.shape[1:])
         where = self.placement(count * like[0].nbytes, wanted)
@@ -194,11 +195,11 @@ class Accelerator:
 class HostBuffer:
     """Memory of the host, `tensor`, from which batches are copied to a device."""
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.tensor, self._device = tensor, device
 
     @contextlib.contextmanager
-    def on_device(self) -> Iterator[torch.Tensor]:
+    def on_device(self) -> Iterator[Tensor]:
         """Provide a copy on the device for the work that is queued inside the block."""
         yield self.tensor.to(self._device)
 
@@ -209,17 +210,17 @@ Buffers = Callable[[tuple[int, ...], torch.dtype], HostBuffer]
 class PinnedBuffer(HostBuffer):
     """Pinned memory and its copy on a GPU, made on a stream of copies beside the steps."""
 
-    def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(tensor, stream.device)
         self._stream, self._copied, self._used = stream, torch.cuda.Event(), torch.cuda.Event()
-        self._copy: torch.Tensor | None = None
+        self._copy: Tensor | None = None
 
     def wait(self) -> None:
         """Wait for the last copy: otherwise the host would run ahead of a slow GPU, and pin more and more memory."""
         self._copied.synchronize()
 
     @contextlib.contextmanager
-    def on_device(self) -> Iterator[torch.Tensor]:
+    def on_device(self) -> Iterator[Tensor]:
         compute = torch.cuda.current_stream()
         if self._copy is None:
             self._copy = torch.empty_like(self.tensor, device=self._device)
@@ -257,12 +258,6 @@ class CPU(Accelerator):
         undo.callback(torch.set_flush_denormal, is_flushed)
         torch.set_flush_denormal(True)
         _keep_freed_memory(undo)
-
-
-class MPS(Accelerator):
-    """An Apple GPU, which uses the memory of the host."""
-
-    wide_float = torch.float32
 
 
 class CUDA(Accelerator):
@@ -338,7 +333,7 @@ class CUDA(Accelerator):
 
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the `Accelerator` of a torch device."""
-    return {"cpu": CPU, "cuda": CUDA, "mps": MPS}.get(device.type, Accelerator)(device)
+    return {"cpu": CPU, "cuda": CUDA}.get(device.type, Accelerator)(device)
 
 
 def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
@@ -365,12 +360,9 @@ def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe
 
 
 def is_worth_tuning(operations: int, images: int, seconds: float | None) -> bool:
-    """Return whether a run gains more by tuned steps than tuning takes.
+    """Return whether a run gains more by tuned steps than tuning takes: it has `operations` multiply-adds per image.
 
-    Args:
-        operations: multiply-adds per image.
-        images: that the run trains, counted in every epoch.
-        seconds: the length of the run if it is given.
+    It trains so many images, counted in every epoch, or takes so many seconds if its length is given.
     """
     if seconds is not None:
         return operations >= BF16_OPERATIONS and seconds >= TUNED_SECONDS
@@ -389,11 +381,8 @@ def multiply_adds(model: "nn.Module", image_sides: tuple[int, int], channels: in
 class _MultiplyAdds(TorchFunctionMode):
     """Counts what `torch.utils.flop_counter` does, which imports torch's compiler: seconds of every start."""
 
-    PRODUCTS = (torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = 0
+    PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+    found = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

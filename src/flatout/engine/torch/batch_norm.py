@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -48,15 +49,15 @@ class BatchNorm:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
         training: bool = False,
         momentum: float = 0.1,
         eps: float = 1e-5,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         self.was_used |= training
         if training and self.micro_batch:
             raise InputError(
@@ -114,15 +115,8 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        eps: float,
-        count: int,
-        total: int,
-        world: World,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, count: int, total: int, world: World
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _Rows(x)
         values = rows.of(x)
         counted = values[: count * rows.per_sample]
@@ -140,7 +134,7 @@ class _Normalise(torch.autograd.Function):
         return y, mean, var
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         centred, inverse, scale = ctx.saved_tensors
         rows, n = ctx.rows, ctx.n
         grads = rows.of(grad_y)
@@ -167,8 +161,8 @@ class _NormaliseByKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, total: int, world: World
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, total: int, world: World
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _Rows(x, always_tiled=True)
         values = rows.of(x)
         # The running statistics, unchanged by this call, receive the results in float32.
@@ -188,7 +182,7 @@ class _NormaliseByKernel(torch.autograd.Function):
         return y, mean, var
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, mean, inverse, scale = ctx.saved_tensors
         rows = ctx.rows
         values, (mean, inverse, scale) = rows.of(x), (rows.tiled(row) for row in (mean, inverse, scale))
@@ -214,13 +208,13 @@ class _NormaliseOnGPU(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
         eps: float,
-        statistics: tuple[torch.Tensor | None, torch.Tensor | None, float],
+        statistics: tuple[Tensor | None, Tensor | None, float],
         world: World,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if not x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous()
         own, channels = torch.batch_norm_stats(x, eps), x.shape[1]
@@ -235,7 +229,7 @@ class _NormaliseOnGPU(torch.autograd.Function):
         return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight, mean, inverse, counts = ctx.saved_tensors
         layout = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
         grad_y = grad_y.contiguous(memory_format=layout)
@@ -251,25 +245,25 @@ class _NormaliseOnGPU(torch.autograd.Function):
 class _Rows:
     """An image batch as a matrix [rows, tiles * C] with repeated channels; a view in channels_last order."""
 
-    def __init__(self, x: torch.Tensor, *, always_tiled: bool = False) -> None:
+    def __init__(self, x: Tensor, *, always_tiled: bool = False) -> None:
         self.shape = x.movedim(1, -1).shape
         self.channels = self.shape[-1]
         self.tiles = self.shape[-2] if x.ndim > 2 and (always_tiled or self.channels < FEW_CHANNELS) else 1
         self.per_sample = self.shape.numel() // (self.shape[0] * self.channels * self.tiles)
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         return x.movedim(1, -1).reshape(-1, self.tiles * self.channels)
 
-    def back(self, matrix: torch.Tensor) -> torch.Tensor:
+    def back(self, matrix: Tensor) -> Tensor:
         return matrix.view(self.shape).movedim(-1, 1)
 
-    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+    def empty_like(self, x: Tensor) -> Tensor:
         """Return an empty [B, C, ...] in channels_last order; not a view, since in-place activations may follow."""
         strides = torch.empty(self.shape, device="meta").movedim(-1, 1).stride()
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
-    def sums(self, matrix: torch.Tensor) -> torch.Tensor:
+    def sums(self, matrix: Tensor) -> Tensor:
         return matrix.sum(0).view(self.tiles, self.channels).sum(0)
 
-    def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
+    def tiled(self, per_channel: Tensor) -> Tensor:
         return per_channel.repeat(self.tiles)

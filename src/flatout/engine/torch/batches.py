@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer
@@ -32,17 +33,17 @@ class _Share:
     batch: Batch
     total: int  # samples of all ranks without padding
     is_padded: bool  # whether any rank has padding
-    streamed: tuple[torch.Tensor, ...] = ()  # images from the host, [B, ...] on the device, and those of partners
+    streamed: tuple[Tensor, ...] = ()  # images from the host, [B, ...] on the device, and those of partners
 
 
 @dataclass(kw_only=True, eq=False)
 class DeviceBatch(_Share):
     """This rank's share of a batch, or a micro-batch of it, on the device."""
 
-    samples: torch.Tensor  # int64 [B], positions in the split
-    weights: torch.Tensor  # float32 [B], 0 for padding, else the weight of the sample in the loss
-    total_weight: torch.Tensor  # float32 [1], over 0: the weights of all ranks together, by which the loss is divided
-    partners: torch.Tensor | None = None  # int64 [B], the samples that these are mixed with
+    samples: Tensor  # int64 [B], positions in the split
+    weights: Tensor  # float32 [B], 0 for padding, else the weight of the sample in the loss
+    total_weight: Tensor  # float32 [1], over 0: the weights of all ranks together, by which the loss is divided
+    partners: Tensor | None = None  # int64 [B], the samples that these are mixed with
 
     def micro_batch(self, number: int, count: int) -> "DeviceBatch":
         if count == 1:
@@ -81,7 +82,7 @@ class StepTable:
             self._columns[name][: len(rows)].copy_(self._accelerator.pinned(rows), non_blocking=True)
         self._next.zero_()
 
-    def read(self) -> dict[str, torch.Tensor]:
+    def read(self) -> dict[str, Tensor]:
         return {name: rows.index_select(0, self._next)[0] for name, rows in self._columns.items()}
 
     def advance(self) -> None:
@@ -107,11 +108,7 @@ class Step(_Share):
 
     def read(self) -> DeviceBatch:
         return DeviceBatch(
-            batch=self.batch,
-            total=self.total,
-            is_padded=self.is_padded,
-            streamed=self.streamed,
-            **self.table.read(),
+            batch=self.batch, total=self.total, is_padded=self.is_padded, streamed=self.streamed, **self.table.read()
         )
 
 
@@ -120,12 +117,12 @@ class DeviceImages:
     """The input of a model's trained part for a split: images, or the output of its frozen prefix."""
 
     samples: Split  # on the host
-    images: torch.Tensor | None  # [N, ...] on the device; None if they are streamed from the host
-    targets: torch.Tensor  # on the device; see `Task.targets`
-    transforms: dict[str, torch.Tensor] = field(default_factory=dict)  # the epoch's tables, on the device
+    images: Tensor | None  # [N, ...] on the device; None if they are streamed from the host
+    targets: Tensor  # on the device; see `Task.targets`
+    transforms: dict[str, Tensor] = field(default_factory=dict)  # the epoch's tables, on the device
     partners: np.ndarray | None = None  # int32 [N] on the host, the samples that are mixed in
 
-    def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
+    def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> Tensor:
         """Return the images of a batch, or their mixing partners, [B, ...] on the device."""
         if self.images is None:
             return inputs.streamed[of_partners]
@@ -133,7 +130,7 @@ class DeviceImages:
         assert samples is not None
         return self.images.index_select(0, samples)
 
-    def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    def transforms_of(self, samples: Tensor) -> dict[str, Tensor]:
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
     def stream(self, steps: Iterable[Step], accelerator: Accelerator, *, is_training: bool) -> Iterator[Step]:

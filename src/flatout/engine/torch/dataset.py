@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flatout.data.batches import Ahead, Batch, block_size, evaluation_batches, read_ahead
 from flatout.engine import augment
@@ -68,13 +69,13 @@ class TorchDataset:
                     features = engine.accelerator.allocate(count, rows, engine.recipe.data.placement)
                 rows = rows[: count - start]
                 stop = start + len(rows)
-                if isinstance(features, torch.Tensor):
+                if isinstance(features, Tensor):
                     features[start:stop] = rows
                 else:
                     features[start:stop] = rows.float().cpu().numpy()
                 start = stop
         images.transforms.clear()
-        samples, on_device = images.samples, features if isinstance(features, torch.Tensor) else None
+        samples, on_device = images.samples, features if isinstance(features, Tensor) else None
         if isinstance(features, np.ndarray):
             samples = samples.with_images(features)
         self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
@@ -91,7 +92,7 @@ class TorchDataset:
         engine, split = self._engine, self._mirrored if mirrored else self
         assert engine.cut is not None
         source, rows = split._plain, _Rows(len(self.samples), engine.world)
-        network: Callable[[torch.Tensor], torch.Tensor] | None = None
+        network: Callable[[Tensor], Tensor] | None = None
         for inputs in split._batches(source, engine.frozen_batch(len(self.samples))):
             images = engine.input.of(source.images_of(inputs)).float()
             network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
@@ -136,7 +137,7 @@ class TorchDataset:
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
         return True
 
-    def _is_everywhere(self, images: torch.Tensor | None) -> bool:
+    def _is_everywhere(self, images: Tensor | None) -> bool:
         """Whether every rank has them on its device: all ranks compute features together."""
         return all(self._engine.world.all_gather_object(images is not None))
 
@@ -222,9 +223,9 @@ class TorchDataset:
                     run(self._plain, step)
             return results.evaluation(self.samples.labels)
         sources, logits_of = self._evaluated(tta=tta)
-        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"predicted": task.predicted}
+        kinds: dict[str, Callable[[Tensor], Tensor]] = {"predicted": task.predicted}
         kinds |= {"probabilities": task.probabilities} if with_probabilities else {}
-        kinds |= {"logits": torch.Tensor.float} if with_logits else {}
+        kinds |= {"logits": Tensor.float} if with_logits else {}
         results = _Results(engine, len(self.samples), kinds)
         if keep_features:
             results.rows["features"] = _Rows(len(self.samples), engine.world)
@@ -261,7 +262,7 @@ class TorchDataset:
 
         return results, CapturedStep(score, lambda: None, engine.accelerator, lambda sentence: None)
 
-    def _evaluated(self, *, tta: bool) -> tuple[list[tuple["TorchDataset", DeviceImages]], Callable[..., torch.Tensor]]:
+    def _evaluated(self, *, tta: bool) -> tuple[list[tuple["TorchDataset", DeviceImages]], Callable[..., Tensor]]:
         """Return what an evaluation reads, and a function (network, batch of each) -> logits."""
         engine = self._engine
         if not tta:
@@ -271,7 +272,7 @@ class TorchDataset:
             # The frozen prefix's output for shifted images is not cached.
             return [(self, self._images)], engine.view_logits
 
-        def mean(network: Any, *read: torch.Tensor) -> torch.Tensor:
+        def mean(network: Any, *read: Tensor) -> Tensor:
             return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
 
         datasets = [self._mirrored if is_mirrored else self for _, is_mirrored in views]
@@ -303,9 +304,7 @@ class TorchDataset:
 class _Results:
     """The loss of a split, and results by kind, which are functions of the logits."""
 
-    def __init__(
-        self, engine: "TorchEngine", count: int, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
-    ) -> None:
+    def __init__(self, engine: "TorchEngine", count: int, kinds: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
         self._engine, self._kinds = engine, kinds
         self._loss_sum = torch.zeros((), dtype=engine.accelerator.wide_float, device=engine.device)
         self.rows = {name: _Rows(count, engine.world) for name in kinds}
@@ -315,7 +314,7 @@ class _Results:
         for rows in self.rows.values():
             rows.clear()
 
-    def add(self, logits: torch.Tensor, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+    def add(self, logits: Tensor, source: DeviceImages, inputs: DeviceBatch) -> Tensor:
         """Add a batch; return the positions of its samples, without padding."""
         engine, rows = self._engine, inputs.samples[: inputs.batch.count]
         logits = logits[: len(rows)]
@@ -337,13 +336,13 @@ class _Rows:
 
     def __init__(self, count: int, world: "World") -> None:
         self._count, self._world = count, world
-        self._table: torch.Tensor | None = None
+        self._table: Tensor | None = None
 
     def clear(self) -> None:
         if self._table is not None:
             self._table.zero_()
 
-    def put(self, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, rows: slice | Tensor, values: Tensor) -> None:
         if self._table is None:
             shape = (self._count, *values.shape[1:])
             self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)

@@ -5,12 +5,14 @@ A training step never waits for the device, so it can be captured as a CUDA grap
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.config import Recipe
@@ -23,9 +25,9 @@ from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelera
 from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
 from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step, place
 from flatout.engine.torch.dataset import TorchDataset
-from flatout.engine.torch.gradients import BucketedAllReduce, Gradients
+from flatout.engine.torch.gradients import BucketedAllReduce, FSDPGradients, Gradients
 from flatout.engine.torch.state import Snapshot, TrainingState, WeightAverage
-from flatout.models.features import BATCH_PIXELS, WORTHWHILE_PIXELS, frozen_network
+from flatout.models.features import BATCH_PIXELS, WORTHWHILE_PIXELS, Function, frozen_network
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.tasks import Task, task_of
@@ -39,27 +41,23 @@ class NetworkInput:
     """Computes the input of the network on one device; behind a `cut`, the images are the frozen prefix's output."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        device: torch.device,
-        cut: Cut | None,
-        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        self, recipe: Recipe, device: torch.device, cut: Cut | None, batch_transforms: Sequence[Function]
     ) -> None:
         self._recipe, self._cut, self._batch_transforms = recipe, cut, batch_transforms
         mean, std = (torch.tensor(v, device=device) for v in (recipe.data.mean, recipe.data.std))
         # A pixel p of 0..255 becomes p * scale + bias.
         self._normalisation = 1 / (255 * std), -mean / std
 
-    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def normalised(self, images: Tensor, transforms: dict[str, Tensor] | None = None) -> Tensor:
         """Return stored images [B, H, W, C] as model input [B, C, H, W], augmented if there are transforms."""
         size = self._recipe.eval_sides if transforms is None else self._recipe.image_sides
         return augment.apply(images, transforms, *self._normalisation, size)
 
-    def of(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def of(self, images: Tensor, transforms: dict[str, Tensor] | None = None) -> Tensor:
         """Return the input of the network, [B, C, ...]: `normalised` images, or the output of the prefix."""
         return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
 
-    def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
+    def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> Tensor:
         rows = source.transforms_of(inputs.samples)
         images = self.of(source.images_of(inputs), rows)
         if inputs.partners is not None:
@@ -68,7 +66,7 @@ class NetworkInput:
             images = augment.mix(images, partners, rows["mix"])
         for transform in self._batch_transforms:
             shape, images = images.shape, transform(images)
-            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
             if found != tuple(shape):
                 name = getattr(transform, "__name__", type(transform).__name__)
                 raise InputError(f"batch_transforms: {name} returned {found} for {tuple(shape)}")
@@ -79,11 +77,7 @@ class Losses:
     """Computes losses on one device: by the user's `own` function of logits and targets, or else by the task."""
 
     def __init__(
-        self,
-        own: Callable[..., torch.Tensor] | None,
-        task: Task,
-        class_weights: np.ndarray | None,
-        device: torch.device,
+        self, own: Callable[..., Tensor] | None, task: Task, class_weights: np.ndarray | None, device: torch.device
     ) -> None:
         if isinstance(own, nn.Module):
             own = copy.deepcopy(own).to(device)
@@ -92,14 +86,12 @@ class Losses:
         self._own, self._task = own, task
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
 
-    def of(
-        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def of(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
         """Return the loss of each sample, float32 [B]."""
         if self._own is None:
             return self._task.per_sample(logits, targets, class_weights)
         losses = self._own(logits.float(), targets)
-        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != (len(logits),):
             raise InputError(
                 f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
@@ -107,14 +99,9 @@ class Losses:
             )
         return losses
 
-    def of_batch(
-        self, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
-    ) -> torch.Tensor:
+    def of_batch(self, logits: Tensor, targets: Tensor, source: DeviceImages, inputs: DeviceBatch) -> Tensor:
         """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
-
-        def losses_of(targets: torch.Tensor) -> torch.Tensor:
-            return self.of(logits, targets, self._class_weights)
-
+        losses_of = functools.partial(self.of, logits, class_weights=self._class_weights)
         if inputs.partners is None:
             return losses_of(targets)
         share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
@@ -129,31 +116,27 @@ class MetricSums:
     """Sums on the device since they were last fetched; adding to them never waits."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        device = accelerator.device
-        self._sums = torch.zeros(SUMS - 1, dtype=accelerator.wide_float, device=device)
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
-        self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(SUMS, dtype=accelerator.wide_float, device=accelerator.device)
+        self._step = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        self._first_bad_step = torch.full_like(self._step, -1)
 
     def begin_epoch(self) -> None:
         """Count steps from 0 again."""
         self._step.zero_()
         self._first_bad_step.fill_(-1)
 
-    def add(self, sums: torch.Tensor) -> None:
-        self._sums += sums[: SUMS - 1]
-        self._count += sums[SUMS - 1].long()
+    def add(self, sums: Tensor) -> None:
+        self._sums += sums[:SUMS]
         is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
         self._first_bad_step.copy_(torch.where(is_first_bad, self._step, self._first_bad_step))
         self._step += 1
 
     def fetch(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
-        loss_sum, weight_sum, metric_sum = self._sums.tolist()
-        count, bad = int(self._count), int(self._first_bad_step)
+        loss_sum, weight_sum, metric_sum, count = self._sums.tolist()
+        bad = int(self._first_bad_step)
         self._sums.zero_()
-        self._count.zero_()
-        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, metric_sum=metric_sum, count=count)
+        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, metric_sum=metric_sum, count=int(count))
         return result, bad if bad >= 0 else None
 
 
@@ -184,8 +167,8 @@ class TorchEngine:
         capture: bool = True,
         cache_prefix: bool = True,
         head: Head | None = None,
-        loss: Callable[..., torch.Tensor] | None = None,
-        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        loss: Callable[..., Tensor] | None = None,
+        batch_transforms: Sequence[Function] = (),
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
@@ -207,62 +190,49 @@ class TorchEngine:
         is_async = not accelerator.is_host
         self.threads, self.device_names = accelerator.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
-        self.model = self._distribute(model)
-        set_train_mode(self.model, self.recipe.norm)
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.model, self._gradients = model, self._distribute(model)
+        set_train_mode(model, recipe.norm)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if world.is_joined and not self.is_sharded:
+            extras = SUMS + len(world.control.outgoing)
+            self._gradients = BucketedAllReduce(list(self.parameters.values()), world, extras, is_async=is_async)
         normalised = world if recipe.norm == "global" else ALONE
         self._batch_norm = BatchNorm(normalised, on_host=accelerator.is_host, has_kernels=accelerator.has_batch_norm)
         can_capture = capture and accelerator.can_capture and self._can_capture()
-        self._gradients = Gradients()
-        if self.is_sharded:
-            from flatout.engine.torch.fsdp import FSDPGradients
-
-            self._gradients = FSDPGradients(self.model, world)
-        elif world.is_joined:
-            trained, extras = list(self.parameters.values()), SUMS + len(world.control.outgoing)
-            self._gradients = BucketedAllReduce(trained, world, extras, is_async=is_async)
-        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._optimizer = optim.build(
             recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
         )
         self._update = optim.plain_step(self._optimizer)
-        self._average = None
+        self._average = self._captured = self.cut = None
+        self._prefix = self._compiled = None  # made when they are needed
         if recipe.ema:
-            self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps, is_async=is_async)
-        self._state = TrainingState(self.model, self._optimizer, self.parameters, self._average)
-        self._captured = None
+            self._average = WeightAverage(model, recipe.ema, recipe.averaged_steps, is_async=is_async)
+        self._state = TrainingState(model, self._optimizer, self.parameters, self._average)
         if can_capture:
             self._captured = CapturedStep(self._step, self._optimizer.zero_grad, accelerator, self._report)
         self.metric_sums = MetricSums(accelerator)
-        self._communication_seconds = 0.0
-        self._micro_batches = 0
+        self._communication_seconds, self._micro_batches = 0.0, 0
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
-        self.cut: Cut | None = None
         if head:
-            self.cut = before_head(self.model, head)
-        elif may_cut and (cut := cut_frozen_prefix(self.model)):
+            self.cut = before_head(model, head)
+        elif may_cut and (cut := cut_frozen_prefix(model)):
             self.cut = cut
             self._report(cut.describe(recipe.augment.views))
-        self._prefix: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
-        self._network = self.cut.train_suffix if self.cut else self.model
-        self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._network = self.cut.train_suffix if self.cut else model
         self._is_to_be_compiled = recipe.tune == "always" and accelerator.can_compile and not world.is_joined
 
-    def _distribute(self, model: nn.Module) -> nn.Module:
+    def _distribute(self, model: nn.Module) -> Gradients:
         """Give each rank a copy or a shard of rank 0's model."""
         if not self.is_sharded:
-            model = model.to(self.device)
+            model.to(self.device)
             # Not `model.to(memory_format=...)`, which refuses 3D convolutions.
             for tensor in (t for t in [*model.parameters(), *model.buffers()] if t.ndim == 4):
                 # `contiguous` would leave the strides of a single channel, and so the outputs, as they are.
                 tensor.data = tensor.data.to(memory_format=torch.channels_last)
         self.world.broadcast([*model.parameters(), *model.buffers()])
-        if self.is_sharded:
-            from flatout.engine.torch.fsdp import shard
-
-            shard(model, self.device)
-        return model
+        return FSDPGradients(model, self.world) if self.is_sharded else Gradients()
 
     def _can_capture(self) -> bool:
         reasons = {
@@ -271,10 +241,10 @@ class TorchEngine:
             "a sharded model cannot be captured": self.is_sharded,
             "gloo sums gradients on the host": self.world.backend == "gloo",
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), "")
-        if reason:
+        for reason in (reason for reason, holds in reasons.items() if holds):
             self._report(f"the step runs without a CUDA graph: {reason}")
-        return not reason
+            return False
+        return True
 
     @property
     def is_captured(self) -> bool:
@@ -325,7 +295,7 @@ class TorchEngine:
             self._average.update()
         self.metric_sums.add(sums)
 
-    def _backward(self, source: DeviceImages, inputs: DeviceBatch, batch_norm: BatchNorm) -> torch.Tensor:
+    def _backward(self, source: DeviceImages, inputs: DeviceBatch, batch_norm: BatchNorm) -> Tensor:
         """Accumulate the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
@@ -348,10 +318,10 @@ class TorchEngine:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
 
-    def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def view_logits(self, network: nn.Module, images: Tensor) -> Tensor:
         """Return the logits of stored images, averaged over their views."""
         images = self.input.normalised(images)
-        views = [pixels.view(torch, images, *view) for view in augment.tta_views(self.recipe)]
+        views = (pixels.view(torch, images, *view) for view in augment.tta_views(self.recipe))
         seen = [network(self.prefix(view, len(view)) if self.cut else view) for view in views]
         return self.task.averaged(torch.stack(seen))
 
@@ -362,17 +332,15 @@ class TorchEngine:
         most = max(1, BATCH_PIXELS // math.prod(self.recipe.image_sides))
         return math.ceil(count / math.ceil(count / most))
 
-    def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
+    def prefix(self, images: Tensor, count: int) -> Tensor:
         """Return the output of the frozen prefix for a batch [B, C, H, W] of `count` images in total."""
         assert self.cut is not None
         self._prefix = self._prefix or self.frozen(self.cut.prefix, images, count)
         return self._prefix(images)
 
-    def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def frozen(self, network: nn.Module, example: Tensor, count: int) -> Function:
         """Return the fastest implementation of a frozen network for `count` images; `example` is an input batch."""
-        if not self.frozen_batch(count):
-            return network
-        return frozen_network(network, example, self.threads, self._report)
+        return frozen_network(network, example, self.threads, self._report) if self.frozen_batch(count) else network
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:
@@ -405,24 +373,23 @@ class TorchEngine:
                     "use more devices, a smaller batch_size or image_size, or shard = 'full'"
                 )
             self._micro_batches = max(counts)
-        self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
-        if self._micro_batches > 1:
-            count, samples = self._micro_batches, -(-share // self._micro_batches)
-            self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
+        if (count := self._micro_batches) > 1:
+            self._batch_norm.micro_batch = wanted
+            self._report(f"gradient accumulation: {count} micro-batches of up to {-(-share // count)}")
 
     def _fitting(self, source: DeviceImages, inputs: DeviceBatch, samples: int) -> int:
         """Return the size of the largest micro-batch that fits, at most `samples`; 0 if not even one sample does."""
         while samples:
             try:
                 self._try(source, inputs.micro_batch(0, -(-len(inputs.batch.samples) // samples)))
-                return samples
+                break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 error.__traceback__ = None
             samples = 0 if samples == 1 else math.ceil(samples / 2)
             self.accelerator.empty_cache()
-        return 0
+        return samples
 
     def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Compute a micro-batch without the other ranks, and leave no trace of it."""
@@ -459,11 +426,7 @@ class TorchEngine:
                     buffer.copy_(value)
 
     def _problem(
-        self,
-        source: DeviceImages,
-        inputs: DeviceBatch,
-        alone: BatchNorm,
-        context: contextlib.AbstractContextManager[object],
+        self, source: DeviceImages, inputs: DeviceBatch, alone: BatchNorm, context: AbstractContextManager[object]
     ) -> str:
         """Compute a micro-batch in a context; return what fails in a line, except that memory runs out."""
         self._optimizer.zero_grad()
@@ -500,7 +463,7 @@ class TorchEngine:
                 buffer.copy_(self.world.all_reduce(buffer / self.world.size))
         self.world.broadcast(buffers)
 
-    def _tensors(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
+    def _tensors(self, *, weights_only: bool = False) -> dict[str, Tensor]:
         self.synchronise_buffers()
         return self._state.tensors(weights_only=weights_only)
 
@@ -522,11 +485,11 @@ class TorchEngine:
         self._state.restore(snapshot)
 
     @torch.no_grad()
-    def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:
+    def state(self, snapshot: Snapshot | None = None) -> dict[str, Tensor]:
         return states.gathered(self._tensors(), snapshot.tensors if snapshot else None, self.world)
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor]) -> None:
         self._release_graph()
         self._state.load(state, self.world)
 

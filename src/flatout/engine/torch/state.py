@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatout.distributed.world import World
 from flatout.engine import optim
 from flatout.utils.errors import InputError
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,10 @@ class TrainingState:
 
     def tensors(self, *, weights_only: bool = False) -> Tensors:
         """Return its tensors, not copied."""
-        named = self._average.tensors if self._average else {}
-        named = named | {f"model.{name}": value.detach() for name, value in self._model.state_dict().items()}
-        if weights_only:
-            return named
-        for name, (owner, key) in self._places().items():
+        named = dict(self._average.tensors) if self._average else {}
+        named |= {f"model.{name}": value.detach() for name, value in self._model.state_dict().items()}
+        places = {} if weights_only else self._places()
+        for name, (owner, key) in places.items():
             # float64 preserves Python floats.
             value = owner[key]
             named[name] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -73,14 +72,12 @@ class TrainingState:
         for name, value in self.tensors(weights_only=snapshot.weights_only).items():
             if name in snapshot.tensors:
                 local(value).copy_(snapshot.tensors[name])
-        if snapshot.weights_only:
-            return
         if any(name.startswith("optimizer.") for name in snapshot.tensors):
             self._assign_numbers(snapshot.tensors)
-            return
-        self._optimizer.state.clear()
-        for group in self._optimizer.param_groups:
-            group.pop("step", None)
+        elif not snapshot.weights_only:
+            self._optimizer.state.clear()
+            for group in self._optimizer.param_groups:
+                group.pop("step", None)
 
     def load(self, state: Tensors, world: World) -> None:
         """Overwrite the tensors with rank 0's `state`; missing optimizer state is created."""
@@ -107,27 +104,30 @@ class TrainingState:
         self._assign_numbers(targets)
 
 
-def local(value: torch.Tensor) -> torch.Tensor:
+def local(value: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
-    return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+    return value.to_local() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tensor] | None, world: World) -> Tensors:
+def gathered(named: Mapping[str, Tensor], locals: Mapping[str, Tensor] | None, world: World) -> Tensors:
     """Return whole copies on the CPU, on rank 0; of `locals`, earlier results of `local`, if given."""
     state = {}
-    for name in named if locals is None else locals:
-        value = named[name] if locals is None else _with_local(named[name], locals[name])
-        # One tensor at a time: a device never holds the whole model.
-        whole = value.full_tensor() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+    for name, whole in (named if locals is None else locals).items():
+        if is_sharded(like := named[name]):
+            from torch.distributed.tensor import DTensor
+
+            assert isinstance(like, DTensor)
+            own = local(whole).to(like.device)
+            own = DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+            # One tensor at a time: a device never holds the whole model.
+            whole = own.full_tensor()
         if world.is_main:
             state[name] = whole.to("cpu", copy=True).contiguous()
     return state
 
 
-def _receive(
-    value: torch.Tensor | None, target: torch.Tensor, shape: torch.Size, dtype: torch.dtype, world: World
-) -> None:
-    if _is_sharded(target):
+def _receive(value: Tensor | None, target: Tensor, shape: torch.Size, dtype: torch.dtype, world: World) -> None:
+    if is_sharded(target):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(target, DTensor)
@@ -139,26 +139,16 @@ def _receive(
     world.broadcast([target])
 
 
-def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def is_finite(named: Mapping[str, Tensor]) -> Tensor:
     """Whether those of this rank are, bool [] on the device, without synchronising."""
     floats = [local(value) for value in named.values() if value.is_floating_point()]
     floats = [value for value in floats if value.numel() and value.device == floats[0].device]
     return nn.utils.get_total_norm(floats, norm_type=float("inf")).isfinite()
 
 
-def _is_sharded(value: torch.Tensor) -> bool:
-    # A DTensor, without importing its module, which takes half a second.
+def is_sharded(value: Tensor) -> bool:
+    """Whether it is a DTensor, whose module takes half a second to import."""
     return hasattr(value, "full_tensor")
-
-
-def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if not _is_sharded(like):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(like, DTensor)
-    value = value.to(like.device)
-    return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 class WeightAverage:
@@ -203,6 +193,6 @@ class WeightAverage:
             self._copy(kept)
 
     @torch.no_grad()
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
         for name, value in self._weights.items():
             value.copy_(tensors[name])
