@@ -79,7 +79,6 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     augment, seed = recipe.augment, recipe.seed
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
-    draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
     # Alternate flip: every second epoch shows the other side of each image (K. Jordan, arXiv 2404.00498).
     flip = np.zeros(count, bool)
     if augment.flip:
@@ -87,6 +86,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
     aspect = width / height
     if augment.is_affine:
+        draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
         maps = affine_maps(augment, draws, flip, aspect, stored_width / stored_height)
         if augment.only_shifts and recipe.image_sides == recipe.stored_sides:
             _to_whole_pixels(maps, augment.shift, draws[:, [SHIFT_X, SHIFT_Y]], np.array([width, height]))
@@ -94,8 +94,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
             maps *= [[width / stored_width], [height / stored_height]]
         if augment.policy != "none":
             moves, colors = policy_operations(augment.policy, seed, epoch, count, aspect, start)
-            maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
-            maps[:, :, :2] = maps[:, :, :2] @ moves[:, :, :2]
+            _follow(maps, moves)
         found["affine"] = maps.astype(np.float32)
     elif augment.flip:
         found["flip"] = flip.astype(np.uint8)
@@ -170,6 +169,12 @@ def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
     maps[:, 1, 0] *= aspect
 
 
+def _follow(maps: np.ndarray, moves: np.ndarray) -> None:
+    """Apply `moves` [N, 2, 3] before the maps."""
+    maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
+    maps[:, :, :2] = maps[:, :, :2] @ moves[:, :, :2]
+
+
 def _sides(
     area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float], middle: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +191,7 @@ def policy_operations(
 
     `aspect` is width / height of the images.
     """
-    names, strongest = list(POLICY), np.array(list(POLICY.values()))
+    strongest = np.array(list(POLICY.values()))
     maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
     for number in range(RAND_OPERATIONS if policy == "randaugment" else 1):
         draws = uniform(seed, Stream.POLICY, RAND_OPERATIONS * epoch + number, (count, 3), start)
@@ -196,24 +201,20 @@ def policy_operations(
             share = np.floor(draws[:, 1] * TRIVIAL_MAGNITUDES) / (TRIVIAL_MAGNITUDES - 1)
         amount = share * strongest[operation]
         signed = np.where(draws[:, 2] < 0.5, -amount, amount)
-
-        def drawn(name: str, operation: np.ndarray = operation) -> np.ndarray:
-            return operation == names.index(name)
-
+        drawn = {name: operation == number for number, name in enumerate(POLICY)}
         shear_x, shear_y, shift_x, shift_y, angle = (
-            np.where(drawn(name), signed, 0.0) for name in ("shear_x", "shear_y", "shift_x", "shift_y", "rotate")
+            np.where(drawn[name], signed, 0.0) for name in ("shear_x", "shear_y", "shift_x", "shift_y", "rotate")
         )
         cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
         # At most one of the five is not zero.
         step = np.stack([cos, shear_x - sin, 2 * shift_x, shear_y + sin, cos, 2 * shift_y], axis=1).reshape(-1, 2, 3)
         _to_unequal_sides(step, aspect)
-        maps[:, :, 2] += (maps[:, :, :2] @ step[:, :, 2:])[..., 0]
-        maps[:, :, :2] = maps[:, :, :2] @ step[:, :, :2]
+        _follow(maps, step)
         for column, name in enumerate(("brightness", "contrast", "saturation", "sharpness")):
-            colors[:, column] *= np.where(drawn(name), 1 + signed, 1.0)
+            colors[:, column] *= np.where(drawn[name], 1 + signed, 1.0)
         others = {"posterize": 2 ** np.rint(amount), "solarize": 255 - amount, "autocontrast": 1.0, "equalize": 1.0}
         for column, (name, value) in enumerate(others.items(), pixels.POSTERIZE):
-            colors[:, column] = np.where(drawn(name), value, colors[:, column])
+            colors[:, column] = np.where(drawn[name], value, colors[:, column])
     return maps, colors
 
 
@@ -302,7 +303,7 @@ def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`.
 
     Photos are not shifted: their networks are hardly sensitive to it, and each view takes as long as an evaluation.
-    Nor is any image of a fitted head, whose features are those of images and mirror images.
+    Nor are images of a fitted head, whose features are those of images and mirror images.
     """
     side = min(recipe.eval_sides)
     shifts = (0,) if side >= PHOTO_FROM or recipe.linear_probe else (0, -1, 1) if side < TWO_PIXELS_FROM else (0, -2, 2)

@@ -96,7 +96,7 @@ class DeviceDataset(Protocol):
         """Update the engine's state from one batch; `seed` determines dropout."""
 
     def draws(self, inputs: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return this process's samples in a training batch, int64 [B], and their rows of `augment.epoch_transforms`."""
+        """Return this process's samples in a training batch, int64 [B], and their rows of the epoch's transforms."""
         ...
 
     def evaluate(

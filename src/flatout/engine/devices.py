@@ -12,14 +12,13 @@ from flatout.engine.xla.devices import require, tpu_count
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, processor_name, usable_cores
 
-KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
 # More processes or simulated devices are a typing error that would overload the machine.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
 # XLA's number formats, the default first.
 XLA_PRECISIONS = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32")}
-_SPEC = re.compile(r"(?:([1-9]\d*)x)?([a-z]+)(?::(\d+(?:,\d+)*))?")
+_SPEC = re.compile(r"(?:([1-9]\d*)x)?(cpu|cuda|mps|tpu)|(cuda|tpu):(\d+(?:,\d+)*)|(auto)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +51,11 @@ class Devices:
 
 def spec_of(names: Sequence[str]) -> str:
     """Return the SPEC of devices, given by their torch names: `2xcpu`, `cuda:1`, `cuda:0,2`, `16xcuda`."""
-    kind = names[0].partition(":")[0]
-    if len(names) == 1:
+    kind, count = names[0].partition(":")[0], len(names)
+    if count == 1:
         return names[0]
-    is_choice = len(set(names)) == len(names) and list(names) != [f"{kind}:{i}" for i in range(len(names))]
-    if is_choice:
-        return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
-    return f"{len(names)}x{kind}"
+    is_choice = len(set(names)) == count and list(names) != [f"{kind}:{i}" for i in range(count)]
+    return f"{kind}:{','.join(name.partition(':')[2] for name in names)}" if is_choice else f"{count}x{kind}"
 
 
 def available() -> dict[str, int]:
@@ -105,7 +102,7 @@ def machine() -> dict[str, Any]:
 def cpu_threads(ranks_here: int = 1) -> int:
     """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
-    Processes are limited to their shares: with more threads than cores, synchronising threads are several times slower.
+    Several are limited to their shares: with more threads than cores, synchronising threads are several times slower.
     """
     share = max(1, physical_cores() // ranks_here)
     wanted = wanted_threads() or share
@@ -136,26 +133,27 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
     A GPU may be listed twice, which is slow but useful for tests. With the XLA engine, several CPU devices are
     simulated; JAX is not started.
     """
-    count, kind, listed = match.groups() if (match := _SPEC.fullmatch(spec.lower())) else (None, "", None)
-    kind = "cuda" if kind == "gpu" else kind
-    is_countable, is_listable = kind != "auto", kind in ("cuda", "tpu") and not count
-    if kind not in ("auto", *KINDS) or (count and not is_countable) or (listed and not is_listable):
+    match = _SPEC.fullmatch(spec.lower().replace("gpu", "cuda"))
+    if match is None:
         raise InputError(
             f"--devices {spec}: must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) or a choice of GPUs "
             "(cuda:0,2)"
         )
+    count, counted, chosen, listed, auto = match.groups()
+    kind = counted or chosen or auto
     indices = tuple(map(int, listed.split(","))) if listed else tuple(range(int(count or 1)))
     if engine == "xla":
         return _of_xla(spec, kind, indices)
+    if kind == "tpu":
+        raise InputError(f"--devices {spec}: TPUs need --engine xla")
     found = available()
     if kind == "auto":
         kind = next(k for k in ("cuda", "mps", "cpu") if k in found)
         indices = tuple(range(found[kind])) if kind == "cuda" else (0,)
     limit = found.get(kind, 0) * (MAX_PROCESSES_PER_CORE if kind == "cpu" else 1)
-    if kind == "tpu" or max(indices) >= limit:
+    if max(indices) >= limit:
         here = ", ".join(f"{k} ({n})" for k, n in found.items())
         most = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
-        most = "TPUs need --engine xla" if kind == "tpu" else most
         raise InputError(f"--devices {spec}: {most}; this host has: {here}")
     return Devices(kind=kind, indices=indices)
 

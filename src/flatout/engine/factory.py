@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,8 +20,6 @@ from flatout.engine.torch.engine import TorchEngine
 from flatout.engine.torch.measure import features_per_second, seconds_per_image
 from flatout.engine.xla.devices import find
 from flatout.models.build import build_model
-from flatout.models.heads import Head
-from flatout.tasks import Task
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, usable_cores
@@ -32,6 +29,7 @@ LAUNCH_SECONDS, GPU_LAUNCH_SECONDS = 4.0, 10.0
 # Assumed for a GPU: operations per second in training, three times a forward pass; and the least seconds of a step.
 GPU_OPERATIONS, GPU_STEP_SECONDS = 30e12, 5e-4
 MIN_SHARE = 8
+XLA_OPTIONS = {"task", "class_weights", "report", "head"}
 
 Rate = Callable[[Recipe, int], float]  # of a recipe and the number of classes
 
@@ -60,14 +58,12 @@ def choose_processes(
     that `build` returns, so both are measured. `seconds` is the time budget, if any.
     """
     devices = parse_devices(spec, engine)
-    count, reason = len(devices.indices), ""
-    if engine == "xla":
-        if spec == "auto" and devices.kind == "cpu" and torch.cuda.device_count():
-            reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
-        return devices, reason
-    if spec != "auto":
-        if devices.kind == "cpu" and count > usable_cores():
-            reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
+    count, is_cpu, reason = len(devices.indices), devices.kind == "cpu", ""
+    if engine == "xla" and spec == "auto" and is_cpu and torch.cuda.device_count():
+        reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
+    if engine == "torch" and is_cpu and count > usable_cores():
+        reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
+    if engine == "xla" or spec != "auto":
         return devices, reason
     batch = min(recipe.batch_size, images)
     most, work = _most_ranks(devices, batch), images * recipe.epochs
@@ -84,14 +80,14 @@ def choose_processes(
     # last layers: two processes take them 7 % faster, and lose 15 s with their start and end. The recipe that such a
     # run writes repeats it, although it has no time budget.
     is_fine_tuning = recipe.linear_probe and bool(recipe.freeze)
-    if devices.kind != "cpu" or not work or is_fine_tuning or most == 1:
+    if not is_cpu or not work or is_fine_tuning or most == 1:
         return devices, ""
     return _threads_or_processes(build(), recipe, work, seconds)
 
 
 def _threads_or_processes(model: nn.Module, recipe: Recipe, work: int, seconds: float | None) -> tuple[Devices, str]:
     """Choose for `work` images on a CPU, or for `seconds`."""
-    cores = physical_cores()
+    cores, about = physical_cores(), ""
     by_threads = by_processes = seconds_per_image(model, recipe) * work
     # A job shorter than the start of processes needs no second measurement.
     if seconds is not None or by_threads >= LAUNCH_SECONDS:
@@ -103,7 +99,6 @@ def _threads_or_processes(model: nn.Module, recipe: Recipe, work: int, seconds: 
     else:
         # The start of processes takes its share of the budget.
         by_processes /= max(1 - LAUNCH_SECONDS / seconds, 1e-9)
-        about = ""
     count, using = 1, f"1 process with {cpu_threads()} threads"
     if by_processes < by_threads:
         count, using = cores, f"{cores} processes, one per core"
@@ -138,7 +133,6 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
         return None
-
     # The number of processes; the first model determines it for `auto`.
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
@@ -179,8 +173,7 @@ def run_on_devices(
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
-        TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
-            has the last lines of its log.
+        TrainingFailed: a rank died, hung, or raised something else, which the message tells; all others were ended.
     """
     call, hosts = (spec, engine, hang_timeout, function, args), hosts or Hosts()
     restarts = hosts.most - hosts.least if restarts is None else restarts
@@ -240,35 +233,18 @@ def precisions(engine: str, world: World) -> list[str]:
     return accelerator_of(world.device).precisions() if engine == "torch" else []
 
 
-def make_engine(
-    model: nn.Module,
-    recipe: Recipe,
-    *,
-    engine: str,
-    devices: str,
-    world: World,
-    task: Task | None = None,
-    class_weights: np.ndarray | None = None,
-    report: Callable[[str], None],
-    head: Head | None = None,
-    **options: Any,
-) -> Engine:
+def make_engine(model: nn.Module, recipe: Recipe, *, engine: str, devices: str, world: World, **options: Any) -> Engine:
     """Return an engine that trains `model`, with rank 0's initial weights, on the devices of all ranks.
 
     Args:
         devices: the SPEC; a rank that has joined a world uses that world's device.
-        task: the recipe's task with metrics of the user; None for the plain one.
-        class_weights: float32 [classes], or None.
-        head: the head whose input is computed, if that is all; see `DeviceDataset.features`.
-        **options: for the torch engine; the XLA engine ignores them.
+        **options: those of `TorchEngine`; the XLA engine takes `XLA_OPTIONS` of them, and ignores the others.
     """
-    common: dict[str, Any] = {
-        "world": world, "task": task, "class_weights": class_weights, "report": report, "head": head
-    }  # fmt: skip
     if engine == "torch":
-        return TorchEngine(model, recipe, **common, **options)
+        return TorchEngine(model, recipe, world=world, **options)
     chosen = parse_devices(devices, engine)
     found = find(chosen.kind, chosen.indices, world)
     from flatout.engine.xla.engine import XlaEngine
 
-    return XlaEngine(model, recipe, devices=found, **common)
+    known = {name: options[name] for name in XLA_OPTIONS & options.keys()}
+    return XlaEngine(model, recipe, devices=found, world=world, **known)

@@ -75,8 +75,7 @@ def class_of(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
     library, _, name = optimizer.name.rpartition(":")
     known: dict[str, Any] = CLASSES
     if library == "torch":
-        known = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
-        known = {n: c for n, c in known.items() if isinstance(c, type) and c is not torch.optim.Optimizer}
+        known = {n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and c is not torch.optim.Optimizer}
     elif library == "timm":
         # timm lacks the aliases that mark re-exports.
         from timm.optim import get_optimizer_class, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
@@ -98,9 +97,8 @@ def class_of(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
         "betas": optimizer.betas,
         "eps": optimizer.eps,
     }
-    options = {key: value for key, value in wanted.items() if value is not None}
-    if not library:  # sections of known optimizers have values for all keys
-        options = {key: value for key, value in options.items() if key in taken}
+    # Sections of known optimizers have values for all keys.
+    options = {key: value for key, value in wanted.items() if value is not None and (library or key in taken)}
     for key in options.keys() - taken:
         raise InputError(f"optimizer.{key} = {options[key]!r}: {optimizer.name} has none; leave the key out")
     return functools.partial(bound, **options)

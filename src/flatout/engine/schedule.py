@@ -19,7 +19,11 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
     schedule, lr = recipe.schedule, scaled_rate(recipe)
     epochs, total = recipe.length_at(step, steps_per_epoch)
     if schedule.name == "one-cycle":
-        return lr * _one_cycle(step / max(1, total - 1), schedule.rise, schedule.start_factor)
+        # Rises from `start_factor` to 1 and falls to nearly 0 (Smith and Topin, arXiv 1708.07120).
+        progress, rise, start = step / max(1, total - 1), schedule.rise, schedule.start_factor
+        if progress < rise:
+            return lr * _cosine(start, 1.0, progress / rise)
+        return lr * _cosine(1.0, start * 1e-4, (progress - rise) / (1 - rise))
     warmup_epochs, start = warm_up(recipe, epochs)
     warmup = warmup_epochs * steps_per_epoch
     if step < warmup:
@@ -40,9 +44,7 @@ def scaled_rate(recipe: Recipe) -> float:
     the variance of a step (Krizhevsky, arXiv 1404.5997) and suits Adam (Malladi et al., arXiv 2205.10287).
     """
     optimizer = recipe.optimizer
-    if optimizer.lr_base_batch == 0:
-        return optimizer.lr
-    ratio = recipe.batch_size / optimizer.lr_base_batch
+    ratio = recipe.batch_size / optimizer.lr_base_batch if optimizer.lr_base_batch else 1.0
     return optimizer.lr * (ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio))
 
 
@@ -75,21 +77,13 @@ def plateau_reductions(losses: Sequence[float], patience: int, threshold: float)
     """
     reductions, best, bad_epochs = 0, math.inf, 0
     for loss in losses:
+        bad_epochs += 1
         if loss < best * (1 - threshold):
             best, bad_epochs = loss, 0
-        else:
-            bad_epochs += 1
-        if bad_epochs > patience:
+        elif bad_epochs > patience:
             reductions, bad_epochs = reductions + 1, 0
     return reductions
 
 
 def _cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-
-
-def _one_cycle(progress: float, rise: float, start_factor: float) -> float:
-    """Rise from `start_factor` to 1 and fall to nearly 0, both as half cosines (Smith and Topin, arXiv 1708.07120)."""
-    if progress < rise:
-        return _cosine(start_factor, 1.0, progress / rise)
-    return _cosine(1.0, start_factor * 1e-4, (progress - rise) / (1 - rise))

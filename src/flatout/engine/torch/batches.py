@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flatout.data.batches import Batch, Split, part, prefetch
 from flatout.engine.torch.accelerator import Accelerator, HostBuffer
-from flatout.tasks import Task
 from flatout.utils.errors import RankLost, causes, first_line
 
 # Batches that are read ahead from memory or disk.
@@ -158,17 +157,6 @@ class DeviceImages:
             with contextlib.ExitStack() as stack:
                 step.streamed = tuple(stack.enter_context(buffer.on_device()) for buffer in buffers)
                 yield step
-
-
-def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str) -> DeviceImages:
-    """See `Engine.place`."""
-    targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
-    where, images, rows = accelerator.placement(samples.nbytes, wanted), None, np.arange(len(samples))
-    if where == "device":
-        images = torch.from_numpy(samples.images_at(rows)).to(accelerator.device)
-    elif where == "memory":
-        samples = samples.with_images(samples.images_at(rows))
-    return DeviceImages(samples=samples, images=images, targets=targets)
 
 
 class CapturedStep:

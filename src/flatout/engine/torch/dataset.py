@@ -15,7 +15,7 @@ from flatout.data.batches import Ahead, Batch, block_size, evaluation_batches, r
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.batches import TABLE_STEPS, CapturedStep, DeviceBatch, DeviceImages, Step, StepTable
-from flatout.models.features import FrozenClassifier, caught
+from flatout.models.features import FrozenClassifier, Function, caught
 from flatout.models.heads import FeatureNetwork, Head
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ class TorchDataset:
                     features[start:stop] = rows.float().cpu().numpy()
                 start = stop
         images.transforms.clear()
-        samples, on_device = images.samples, features if isinstance(features, Tensor) else None
+        samples = images.samples
         if isinstance(features, np.ndarray):
-            samples = samples.with_images(features)
-        self._views[view] = replace(images, samples=samples, images=on_device, transforms={})
+            samples, features = samples.with_images(features), None
+        self._views[view] = replace(images, samples=samples, images=features, transforms={})
         return self._views[view]
 
     def features(self) -> np.ndarray | None:
@@ -92,7 +92,7 @@ class TorchDataset:
         engine, split = self._engine, self._mirrored if mirrored else self
         assert engine.cut is not None
         source, rows = split._plain, _Rows(len(self.samples), engine.world)
-        network: Callable[[Tensor], Tensor] | None = None
+        network: Function | None = None
         for inputs in split._batches(source, engine.frozen_batch(len(self.samples))):
             images = engine.input.of(source.images_of(inputs)).float()
             network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
@@ -123,23 +123,20 @@ class TorchDataset:
 
     def _mirror(self, transforms: augment.Transforms) -> bool:
         """Train on cached output for images or their mirror images, if these are the only views and on the device."""
-        recipe = self._engine.recipe
+        recipe, world = self._engine.recipe, self._engine.world
         if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
             return False
-        plain = self._plain.images
-        mirrored = self._mirrored._plain.images if self._is_everywhere(plain) else None
-        if not self._is_everywhere(mirrored):
-            return False
-        assert plain is not None and mirrored is not None
+        for is_mirrored in (False, True):
+            # All ranks compute features together, so all must have them on their devices.
+            images = (self._mirrored if is_mirrored else self)._plain.images
+            if not all(world.all_gather_object(images is not None)):
+                return False
         self._change_view(self._plain)
-        chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
-        assert self.source.images is not None
+        mirrored = self._mirrored._plain.images
+        assert self.source.images is not None and mirrored is not None
+        chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(mirrored.device)
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
         return True
-
-    def _is_everywhere(self, images: Tensor | None) -> bool:
-        """Whether every rank has them on its device: all ranks compute features together."""
-        return all(self._engine.world.all_gather_object(images is not None))
 
     def _change_view(self, chosen: DeviceImages) -> None:
         """Train on a view from now on; captured steps read it at the same address."""
@@ -167,17 +164,15 @@ class TorchDataset:
         def weights_of(batch: Batch) -> np.ndarray:
             return batch.weights if classes is None else batch.weights * classes[batch.samples]
 
-        def total_weight(batch: Batch) -> np.ndarray:
-            # All samples may be of classes that weigh nothing; 0 / 0 would make the gradient NaN.
-            return np.maximum(weights_of(batch).sum(keepdims=True), np.finfo(np.float32).tiny)
-
         while chunk := list(islice(batches, TABLE_STEPS)):
             shares = [batch.part(world.rank, world.size) for batch in chunk] if is_training else chunk
             samples = np.stack([share.samples for share in shares])
+            totals = [weights_of(batch).sum(keepdims=True) for batch in chunk]
             columns = {
                 "samples": samples,
                 "weights": np.stack([weights_of(share) for share in shares]),
-                "total_weight": np.stack([total_weight(batch) for batch in chunk]),
+                # All samples may be of classes that weigh nothing; 0 / 0 would make the gradient NaN.
+                "total_weight": np.maximum(totals, np.finfo(np.float32).tiny),
             }
             if is_training and self.source.partners is not None:
                 columns["partners"] = self.source.partners[samples].astype(np.int64)
@@ -211,7 +206,7 @@ class TorchDataset:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        # Losses are those of the recipe, without class weights. Evaluations of more than metrics follow the training.
+        # Evaluations of more than metrics follow the training.
         is_last = with_probabilities or with_logits or keep_features is not None
         engine, task = self._engine, self._engine.task
         engine.synchronise_buffers()
@@ -223,7 +218,7 @@ class TorchDataset:
                     run(self._plain, step)
             return results.evaluation(self.samples.labels)
         sources, logits_of = self._evaluated(tta=tta)
-        kinds: dict[str, Callable[[Tensor], Tensor]] = {"predicted": task.predicted}
+        kinds: dict[str, Function] = {"predicted": task.predicted}
         kinds |= {"probabilities": task.probabilities} if with_probabilities else {}
         kinds |= {"logits": Tensor.float} if with_logits else {}
         results = _Results(engine, len(self.samples), kinds)
@@ -304,7 +299,7 @@ class TorchDataset:
 class _Results:
     """The loss of a split, and results by kind, which are functions of the logits."""
 
-    def __init__(self, engine: "TorchEngine", count: int, kinds: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, engine: "TorchEngine", count: int, kinds: Mapping[str, Function]) -> None:
         self._engine, self._kinds = engine, kinds
         self._loss_sum = torch.zeros((), dtype=engine.accelerator.wide_float, device=engine.device)
         self.rows = {name: _Rows(count, engine.world) for name in kinds}

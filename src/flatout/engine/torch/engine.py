@@ -23,7 +23,7 @@ from flatout.engine.base import Counts
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of
 from flatout.engine.torch.batch_norm import BatchNorm, ReplacedFunctions
-from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step, place
+from flatout.engine.torch.batches import CapturedStep, DeviceBatch, DeviceImages, Step
 from flatout.engine.torch.dataset import TorchDataset
 from flatout.engine.torch.gradients import BucketedAllReduce, FSDPGradients, Gradients
 from flatout.engine.torch.state import Snapshot, TrainingState, WeightAverage
@@ -262,7 +262,15 @@ class TorchEngine:
 
     def place(self, samples: Split) -> TorchDataset:
         self._release_graph()
-        return TorchDataset(self, place(samples, self.task, self.accelerator, self.recipe.data.placement))
+        targets = torch.from_numpy(self.task.targets(samples.labels)).to(self.device)
+        where, images = self.accelerator.placement(samples.nbytes, self.recipe.data.placement), None
+        if where != "disk":
+            read = samples.images_at(np.arange(len(samples)))
+            if where == "device":
+                images = torch.from_numpy(read).to(self.device)
+            else:
+                samples = samples.with_images(read)
+        return TorchDataset(self, DeviceImages(samples=samples, images=images, targets=targets))
 
     def train_step(self, source: DeviceImages, inputs: Step, learning_rate: float, seed: int) -> None:
         began = self.world.seconds
