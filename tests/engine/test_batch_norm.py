@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import itertools
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.distributed.world import World
@@ -22,7 +24,7 @@ def replaced(batch_size: int, count: int) -> ReplacedFunctions:
 SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 16, 3, 5), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
 
 
-def norm_for(x: torch.Tensor, **options: object) -> nn.Module:
+def norm_for(x: Tensor, **options: object) -> nn.Module:
     cls = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[x.ndim]
     norm = cls(x.shape[1], **options)  # type: ignore[arg-type]
     torch.manual_seed(1)
@@ -67,16 +69,11 @@ def test_one_value_per_channel_goes_by_the_running_statistics() -> None:
 
 # Fewer channels than a vector, one vector, and many channels, for which the ranks use different code; and two formats.
 # Samples of the second rank may be padding.
-ACROSS_RANKS = [
-    (channels, dtype, padding)
-    for channels in (10, 16, 70)
-    for dtype in (torch.float32, torch.bfloat16)
-    for padding in (0, 2)
-]
+ACROSS_RANKS = list(itertools.product((10, 16, 70), (torch.float32, torch.bfloat16), (0, 2)))
 SIZE, SHARES = 12, (slice(0, 7), slice(7, 12))
 
 
-def across_ranks(channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+def across_ranks(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, nn.Module]:
     """Return images whose mean drifts from rank to rank, the gradients of the output, and a layer."""
     torch.manual_seed(0)
     shape = (SIZE, channels, 5, 3)
@@ -89,21 +86,15 @@ class GPUKernels:
     """What the kernels of torch's SyncBatchNorm compute, which exist for GPUs only."""
 
     @staticmethod
-    def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         values = x.float().movedim(1, -1).flatten(0, -2)
         return values.mean(0), (values.var(0, correction=0) + eps).rsqrt()
 
     @staticmethod
     def batch_norm_gather_stats_with_counts(
-        x: torch.Tensor,
-        means: torch.Tensor,
-        inverses: torch.Tensor,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
-        momentum: float,
-        eps: float,
-        counts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: Tensor, means: Tensor, inverses: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor]:
+        running_mean, running_var, momentum, eps, counts = others
         n, shares = counts.sum(), (counts / counts.sum())[:, None]
         mean = (means * shares).sum(0)
         var = ((inverses**-2 - eps + (means - mean) ** 2) * shares).sum(0)
@@ -112,37 +103,29 @@ class GPUKernels:
         return mean, (var + eps).rsqrt()
 
     @staticmethod
-    def batch_norm_elemt(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def batch_norm_elemt(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
         return functional.batch_norm(x.float(), mean, inverse**-2 - eps, weight, bias, eps=eps).to(x.dtype)
 
     @staticmethod
     def batch_norm_backward_reduce(
-        grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor, *_: bool
-    ) -> tuple[torch.Tensor, ...]:
+        grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, *_: bool
+    ) -> tuple[Tensor, ...]:
         grads, values = (t.float().movedim(1, -1).flatten(0, -2) for t in (grad, x))
         sum_dy, sum_dy_xmu = grads.sum(0), (grads * (values - mean)).sum(0)
         return sum_dy, sum_dy_xmu, sum_dy_xmu * inverse, sum_dy
 
     @staticmethod
     def batch_norm_backward_elemt(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        inverse: torch.Tensor,
-        weight: torch.Tensor,
-        sum_dy: torch.Tensor,
-        sum_dy_xmu: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> torch.Tensor:
+        grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, *sums: Tensor
+    ) -> Tensor:
+        sum_dy, sum_dy_xmu, counts = sums
         assert counts.dtype == torch.int32
         grads, values, n = grad.float().movedim(1, -1), x.float().movedim(1, -1), counts.sum()
         found = (grads - sum_dy / n - (values - mean) * inverse**2 * sum_dy_xmu / n) * inverse * weight
         return found.movedim(-1, 1).to(x.dtype)
 
 
-def normalised_on_rank(world: World, *, on_host: bool) -> list[list[torch.Tensor]]:
+def normalised_on_rank(world: World, *, on_host: bool) -> list[list[Tensor]]:
     """Return outputs, gradients of inputs, gradients of parameters, and buffers, of each case."""
     results = []
     for channels, dtype, padding in ACROSS_RANKS:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.config import Recipe
@@ -18,14 +18,14 @@ from flatout.train.loop import TrainingLoop
 from flatout.train.request import Progress
 from tests.engine.odd_nets import (
     Chooses,
-    Deep,
-    FlatFrozenStem,
-    FrozenStem,
     HalfFirst,
     MixedTypes,
     OwnBuffers,
     Shared,
     SpareParts,
+    deep_net,
+    flat_frozen_stem,
+    frozen_stem,
     large_net,
 )
 from tests.engine.plain_loop import plain_loop
@@ -66,12 +66,12 @@ CASES = {
     "drop last": Case(recipe={"drop_last": True}),
     "streamed": Case(recipe={"data.placement": "memory"}),
     "norm per device": Case(recipe={"norm": "per-device"}, in_shares=True),
-    "frozen stem": Case(net=FrozenStem),
-    "flat frozen stem": Case(net=FlatFrozenStem),
+    "frozen stem": Case(net=frozen_stem),
+    "flat frozen stem": Case(net=flat_frozen_stem),
     "spare parts": Case(net=SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
     "parts used by some ranks": Case(net=Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
     "shared layers": Case(net=Shared),
-    "3D convolution": Case(net=Deep),
+    "3D convolution": Case(net=deep_net),
     "mixed types": Case(net=MixedTypes),
     "half first": Case(net=HalfFirst, recipe={"batch_size": 331}, count=700),
     "own buffers": Case(net=OwnBuffers),
@@ -85,8 +85,8 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    state: dict[str, torch.Tensor]
-    parameters: list[torch.Tensor]
+    state: dict[str, Tensor]
+    parameters: list[Tensor]
     loss: float
     images: int
 
@@ -118,7 +118,7 @@ def train_case(world: World, case: Case) -> Trained:
 EVALUATED = {"batch 16": (101, 16), "batch 101": (101, 101), "three": (3, 16), "one": (1, 16)}
 
 
-def one_by_one(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def one_by_one(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of a user, which takes no empty batch."""
     return torch.stack([functional.cross_entropy(logits[i], targets[i]) for i in range(len(targets))])
 
@@ -146,13 +146,13 @@ class ShowsDropout(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.dropped = nn.Linear(144, 5), nn.Dropout(0.5), []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         mask = self.dropout(torch.ones(4, 144))
         self.dropped.append(mask == 0)
         return self.layer(x.flatten(1) * mask[0])
 
 
-def drop(world: World) -> list[torch.Tensor]:
+def drop(world: World) -> list[Tensor]:
     """Return what was dropped in three steps."""
     net = ShowsDropout()
     engine, samples = TorchEngine(net, make_recipe(epochs=1, batch_size=24), world=world), make_samples()
@@ -168,7 +168,7 @@ def drop(world: World) -> list[torch.Tensor]:
 class Answers:
     trained: dict[str, Trained]
     evaluated: dict[str, tuple[int, int, float, np.ndarray]]
-    dropped: list[list[torch.Tensor]]
+    dropped: list[list[Tensor]]
 
 
 def answer(world: World) -> Answers:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flatout.config import Recipe
 from flatout.engine import devices, factory
 from flatout.engine.devices import engine_for, parse_devices, spec_of
-from flatout.engine.torch import accelerator, measure
+from flatout.engine.torch import accelerator
 from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
 
@@ -141,16 +141,14 @@ def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
     assert chosen("3xcpu") == ("3xcpu", "--devices 3xcpu: 3 processes on 2 cores are slower than one per core")
 
 
-@pytest.mark.parametrize(("spec", "gpus", "is_said"), [("auto", 1, True), ("auto", 0, False), ("2xcpu", 1, False)])
-def test_xla_says_that_it_leaves_a_gpu_unused(
-    spec: str, gpus: int, is_said: bool, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host(cuda=gpus)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    found, reason = chosen(spec, "xla")
-    assert found.endswith("cpu")
+def test_xla_says_that_it_leaves_a_gpu_unused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(cuda=1)
     said = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
-    assert reason == (said if is_said else "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert chosen("auto", "xla") == ("cpu", said)
+    assert chosen("2xcpu", "xla") == ("2xcpu", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert chosen("auto", "xla") == ("cpu", "")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_one_thread_is_the_users_wish_unless_torchrun_set_it(
 
 @pytest.fixture
 def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """A host of four cores; what is measured there: seconds per image by number of ranks."""
+    """What is measured on a host of four cores: seconds per image by number of ranks."""
     host(cores=4)
     seconds = dict[int, float]()
     monkeypatch.setattr(factory, "seconds_per_image", lambda model, recipe, device="cpu", *, ranks=1: seconds[ranks])
@@ -214,24 +212,17 @@ def test_the_first_model_chooses_between_threads_and_processes(measured: dict[in
     assert speeds.training(recipe, 10) == pytest.approx(4 / 3e-3)
 
 
-def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_available() -> bool:
+def test_a_gpu_that_torch_warns_of_is_used_unless_its_driver_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available(answer: bool) -> bool:
         said = "The NVIDIA driver on your system is too old (found version 11040). (Triggered internally at x.cpp:1.)"
         warnings.warn(f"CUDA initialization: {said}", UserWarning, stacklevel=1)
-        return False
+        return answer
 
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available(False))
     for spec in ("auto", "cuda", "cpu"):
         with pytest.raises(InputError, match=r"cannot use the GPU: The NVIDIA .* is too old \(.*\)\.?; to train"):
             parse_devices(spec)
-
-
-def test_a_gpu_that_torch_warns_of_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_available() -> bool:
-        warnings.warn("The GPU is old; its support will end.", UserWarning, stacklevel=1)
-        return True
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available(True))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert str(parse_devices("auto")) == "cuda:0"
 
@@ -300,14 +291,14 @@ def test_the_estimate_computes_in_the_recipes_precision(
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     recipe = RECIPE.override({"precision": precision})
     model, generator = Formats(), torch.get_rng_state()
-    assert measure.seconds_per_image(model, recipe) > 0
-    assert measure.seconds_per_image(model, recipe, ranks=2) > 0
+    assert factory.seconds_per_image(model, recipe) > 0
+    assert factory.seconds_per_image(model, recipe, ranks=2) > 0
     assert model.found == {dtype}
     assert torch.equal(torch.get_rng_state(), generator)
     monkeypatch.setattr(accelerator, "processor_flags", set)
     if precision == "bf16":
         with pytest.raises(InputError, match=r"precision = 'bf16': cpu here supports only fp32"):
-            measure.seconds_per_image(model, recipe)
+            factory.seconds_per_image(model, recipe)
 
 
 # --- ranks of a launcher ----------------------------------------------------------------------------------------------

@@ -150,7 +150,6 @@ class Engine(Protocol):
 
     def snapshot(self, *, weights_only: bool = False) -> Any:
         """Return a copy of the training state, on the devices if it fits."""
-        ...
 
     def restore(self, snapshot: Any) -> None:
         """Restore a snapshot of this engine."""

@@ -136,10 +136,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return the optimizer's step without torch's wrapper for profiler marks, hooks and differentiability.
-
-    The wrapper imports torch's compiler, see `keep_compiler_out`.
-    """
+    """Return the optimizer's step without torch's wrapper, which imports torch's compiler; see `keep_compiler_out`."""
     return functools.partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
 
 

@@ -360,9 +360,9 @@ def precision_of_gpu(formats: Sequence[str], model: "nn.Module", recipe: "Recipe
 
 
 def is_worth_tuning(operations: int, images: int, seconds: float | None) -> bool:
-    """Return whether a run gains more by tuned steps than tuning takes: it has `operations` multiply-adds per image.
+    """Return whether a run of `images`, counted in every epoch, or of `seconds` gains more by tuning than it takes.
 
-    It trains so many images, counted in every epoch, or takes so many seconds if its length is given.
+    `operations` are the multiply-adds of its network per image.
     """
     if seconds is not None:
         return operations >= BF16_OPERATIONS and seconds >= TUNED_SECONDS

@@ -381,8 +381,9 @@ class TorchEngine:
                     "use more devices, a smaller batch_size or image_size, or shard = 'full'"
                 )
             self._micro_batches = max(counts)
-        if (count := self._micro_batches) > 1:
-            self._batch_norm.micro_batch = wanted
+        count = self._micro_batches
+        self._batch_norm.micro_batch = wanted if count > 1 else 0
+        if count > 1:
             self._report(f"gradient accumulation: {count} micro-batches of up to {-(-share // count)}")
 
     def _fitting(self, source: DeviceImages, inputs: DeviceBatch, samples: int) -> int:

@@ -163,10 +163,7 @@ class FSDPGradients(Gradients):
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard a model, equal on all ranks, over the default process group, in place; its units go to the device in turn.
-
-    From then on, only the model itself may be called, not its submodules.
-    """
+    """Shard a model, equal on all ranks, in place over the default process group; its submodules must not be called."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise InputError(
