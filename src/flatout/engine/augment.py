@@ -134,16 +134,11 @@ def affine_maps(
     shear = augment.shear * either_way[:, SHEAR]
     zoom_x, zoom_y = (1 + augment.zoom * either_way[:, column] for column in (ZOOM_X, ZOOM_Y))
     mirror = np.where(flip, -1.0, 1.0)
-
-    maps = np.empty((len(draws), 2, 3))
-    maps[:, 0, 0] = cos * zoom_x * mirror
-    maps[:, 0, 1] = (cos * shear - sin) * zoom_y
-    maps[:, 1, 0] = sin * zoom_x * mirror
-    maps[:, 1, 1] = (sin * shear + cos) * zoom_y
-    _to_unequal_sides(maps, aspect)
     # Coordinates run from -1 to 1, so a shift by a fraction of the image is twice that fraction.
-    maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
-    maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
+    shift_x, shift_y = (2 * augment.shift * either_way[:, column] for column in (SHIFT_X, SHIFT_Y))
+    in_x = cos * zoom_x * mirror, (cos * shear - sin) * zoom_y, shift_x
+    in_y = sin * zoom_x * mirror, (sin * shear + cos) * zoom_y, shift_y
+    maps = _maps(*in_x, *in_y, aspect=aspect)
     if augment.crop:
         # Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842). The proportions of
         # the content change by up to 4/3.
@@ -163,10 +158,12 @@ def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides
     maps[:, :, 2] = np.where(most > 0, 2 * moved / sides, maps[:, :, 2])
 
 
-def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
-    """Otherwise a rotation of an image that is not square would shear it."""
+def _maps(*columns: np.ndarray, aspect: float) -> np.ndarray:
+    """Return maps [N, 2, 3] for images of this width / height: as it is, a rotation would shear what is not square."""
+    maps = np.stack(columns, axis=1).reshape(-1, 2, 3)
     maps[:, 0, 1] /= aspect
     maps[:, 1, 0] *= aspect
+    return maps
 
 
 def _follow(maps: np.ndarray, moves: np.ndarray) -> None:
@@ -207,9 +204,7 @@ def policy_operations(
         )
         cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
         # At most one of the five is not zero.
-        step = np.stack([cos, shear_x - sin, 2 * shift_x, shear_y + sin, cos, 2 * shift_y], axis=1).reshape(-1, 2, 3)
-        _to_unequal_sides(step, aspect)
-        _follow(maps, step)
+        _follow(maps, _maps(cos, shear_x - sin, 2 * shift_x, shear_y + sin, cos, 2 * shift_y, aspect=aspect))
         for column, name in enumerate(("brightness", "contrast", "saturation", "sharpness")):
             colors[:, column] *= np.where(drawn[name], 1 + signed, 1.0)
         others = {"posterize": 2 ** np.rint(amount), "solarize": 255 - amount, "autocontrast": 1.0, "equalize": 1.0}
@@ -223,15 +218,12 @@ def mixtures(augment: Augment, draws: np.ndarray) -> np.ndarray:
 
     The shares of mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) are Beta distributed.
     """
-    rows = np.zeros((len(draws), 6))
     is_cut = (draws[:, 3] < (0.5 if augment.mixup else 1.0)) & (augment.cutmix > 0)
     alpha = np.where(is_cut, augment.cutmix or 1.0, augment.mixup or 1.0)
     share = scipy.special.betaincinv(alpha, alpha, draws[:, 0])
     side = np.sqrt(share)
-    rows[:, 0] = np.where(is_cut, 0.0, share)
-    rows[:, 1:5] = np.where(is_cut[:, None], _boxes(side, side, draws[:, 1:3]), 0.0)
-    rows[:, 5] = share
-    return rows
+    boxes = np.where(is_cut[:, None], _boxes(side, side, draws[:, 1:3]), 0.0)
+    return np.column_stack([np.where(is_cut, 0.0, share), boxes, share])
 
 
 def _boxes(width: np.ndarray, height: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -88,11 +88,10 @@ class BatchNorm:
         else:
             y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world)
         with torch.no_grad():
-            if running_mean is not None:
-                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            if running_var is not None:
-                # As in torch, the running variance is unbiased.
-                running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
+            # As in torch, the running variance is unbiased.
+            for running, value in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
+                if running is not None:
+                    running.lerp_(value.to(running.dtype), momentum)
         return y.to(x.dtype)
 
 

@@ -67,13 +67,10 @@ class TorchDataset:
             for rows in engine.world.all_gather(output.movedim(1, -1)):
                 if features is None:
                     features = engine.accelerator.allocate(count, rows, engine.recipe.data.placement)
-                rows = rows[: count - start]
-                stop = start + len(rows)
-                if isinstance(features, Tensor):
-                    features[start:stop] = rows
-                else:
-                    features[start:stop] = rows.float().cpu().numpy()
-                start = stop
+                kept: Any = rows[: count - start]
+                where = slice(start, start + len(kept))
+                features[where] = kept if isinstance(features, Tensor) else kept.float().cpu().numpy()
+                start = where.stop
         images.transforms.clear()
         samples = images.samples
         if isinstance(features, np.ndarray):
