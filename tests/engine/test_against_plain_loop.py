@@ -1,6 +1,8 @@
 """The engines against a plain hand-written torch loop, which is the oracle."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,22 +61,18 @@ def engine_weights(
     return {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
 
 
+_OPTIMIZERS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "sgd": ("sgd", torch.optim.SGD, {"lr": 0.05}),
+    "momentum": ("sgd", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
+    "nesterov": ("momentum", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adagrad": ("adagrad", torch.optim.Adagrad, {"lr": 0.01}),
+    "adam": ("adam", torch.optim.Adam, {"lr": 0.001}),
+    "adamw": ("adamw", torch.optim.AdamW, {"lr": 0.001, "weight_decay": 0.01}),
+}
+# The section of a recipe, and torch's optimizer of parameters.
 OPTIMIZERS = {
-    "sgd": (Optimizer(name="sgd", lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05)),
-    "momentum": (
-        Optimizer(name="sgd", lr=0.05, momentum=0.9, dampening=0.1, weight_decay=1e-3),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=1e-3),
-    ),
-    "nesterov": (
-        Optimizer(name="momentum", lr=0.05, nesterov=True),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    ),
-    "adagrad": (Optimizer(name="adagrad", lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01)),
-    "adam": (Optimizer(name="adam", lr=0.001), lambda p: torch.optim.Adam(p, lr=0.001)),
-    "adamw": (
-        Optimizer(name="adamw", lr=0.001, weight_decay=0.01),
-        lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01),
-    ),
+    key: (Optimizer(name=name, **options), partial(by_torch, **options))
+    for key, (name, by_torch, options) in _OPTIMIZERS.items()
 }
 
 

@@ -16,18 +16,7 @@ from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import TrainingLoop
 from flatout.train.request import Progress
-from tests.engine.odd_nets import (
-    Chooses,
-    HalfFirst,
-    MixedTypes,
-    OwnBuffers,
-    Shared,
-    SpareParts,
-    deep_net,
-    flat_frozen_stem,
-    frozen_stem,
-    large_net,
-)
+from tests.engine import odd_nets
 from tests.engine.plain_loop import plain_loop
 from tests.engine.ranks import Backend, on_ranks
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
@@ -66,19 +55,19 @@ CASES = {
     "drop last": Case(recipe={"drop_last": True}),
     "streamed": Case(recipe={"data.placement": "memory"}),
     "norm per device": Case(recipe={"norm": "per-device"}, in_shares=True),
-    "frozen stem": Case(net=frozen_stem),
-    "flat frozen stem": Case(net=flat_frozen_stem),
-    "spare parts": Case(net=SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
-    "parts used by some ranks": Case(net=Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
-    "shared layers": Case(net=Shared),
-    "3D convolution": Case(net=deep_net),
-    "mixed types": Case(net=MixedTypes),
-    "half first": Case(net=HalfFirst, recipe={"batch_size": 331}, count=700),
-    "own buffers": Case(net=OwnBuffers),
-    "own buffers, averaged": Case(net=OwnBuffers, recipe={"ema": 0.9}),
-    "more micro-batches than samples of a rank": Case(net=Shared, recipe={"batch_size": 4, "micro_batch": 1}),
+    "frozen stem": Case(net=odd_nets.frozen_stem),
+    "flat frozen stem": Case(net=odd_nets.flat_frozen_stem),
+    "spare parts": Case(net=odd_nets.SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
+    "parts used by some ranks": Case(net=odd_nets.Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
+    "shared layers": Case(net=odd_nets.Shared),
+    "3D convolution": Case(net=odd_nets.deep_net),
+    "mixed types": Case(net=odd_nets.MixedTypes),
+    "half first": Case(net=odd_nets.HalfFirst, recipe={"batch_size": 331}, count=700),
+    "own buffers": Case(net=odd_nets.OwnBuffers),
+    "own buffers, averaged": Case(net=odd_nets.OwnBuffers, recipe={"ema": 0.9}),
+    "more micro-batches than samples of a rank": Case(net=odd_nets.Shared, recipe={"batch_size": 4, "micro_batch": 1}),
     "several buckets": Case(
-        net=large_net, recipe={"optimizer.lr": 0.001}, optimizer=partial(torch.optim.SGD, lr=0.001)
+        net=odd_nets.large_net, recipe={"optimizer.lr": 0.001}, optimizer=partial(torch.optim.SGD, lr=0.001)
     ),
 }
 

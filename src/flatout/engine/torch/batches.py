@@ -160,7 +160,7 @@ class DeviceImages:
 
 
 class CapturedStep:
-    """Runs a step eagerly, always or a few times; then captures it as a graph and replays it.
+    """Runs a step eagerly a few times, then captures it as a graph and replays it.
 
     The step reads its inputs from tensors that stay in place. Its Python numbers become constants of a graph, so steps
     with other numbers (the short last batch) have their own. If a capture fails, all steps run eagerly from then on.
@@ -173,14 +173,13 @@ class CapturedStep:
         forget_gradients: Callable[[], None],
         accelerator: Accelerator,
         report: Callable[[str], None],
-        *,
-        is_off: bool = False,
     ) -> None:
         self._step, self._forget_gradients = step, forget_gradients
-        self._accelerator, self._report, self.is_off = accelerator, report, is_off
+        self._accelerator, self._report = accelerator, report
         self._seen: Counter[tuple[int, ...]] = Counter()
         # By the constants of the step: the graph, and the step whose streamed images it reads.
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.is_off = False
         self._source: DeviceImages | None = None
 
     def __call__(self, source: DeviceImages, inputs: Step) -> None:
@@ -226,9 +225,8 @@ class CapturedStep:
         self._report(f"the step runs without a CUDA graph: {reason}")
 
     def release(self) -> None:
-        """Free the graphs, whose communicator may be closed and tensors replaced; later steps are captured again."""
+        """Free the graphs, so that their communicator can be closed; later steps are captured again."""
         for graph, _ in self._graphs.values():
             graph.reset()
         self._graphs.clear()
         self._seen.clear()
-        self._source = None

@@ -204,14 +204,13 @@ class TorchEngine:
             recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
         )
         self._update = optim.plain_step(self._optimizer)
-        self._average = self.cut = None
+        self._average = self._captured = self.cut = None
         self._prefix = self._compiled = None  # made when they are needed
         if recipe.ema:
             self._average = WeightAverage(model, recipe.ema, recipe.averaged_steps, is_async=is_async)
         self._state = TrainingState(model, self._optimizer, self.parameters, self._average)
-        self._captured = CapturedStep(
-            self._step, self._optimizer.zero_grad, accelerator, self._report, is_off=not can_capture
-        )
+        if can_capture:
+            self._captured = CapturedStep(self._step, self._optimizer.zero_grad, accelerator, self._report)
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds, self._micro_batches = 0.0, 0
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
@@ -249,7 +248,7 @@ class TorchEngine:
 
     @property
     def is_captured(self) -> bool:
-        return not self._captured.is_off
+        return self._captured is not None and not self._captured.is_off
 
     def describe(self) -> list[str]:
         sentences = [self.accelerator.describe()]
@@ -262,7 +261,7 @@ class TorchEngine:
     # --- training -------------------------------------------------------------------------------------------------
 
     def place(self, samples: Split) -> TorchDataset:
-        self._captured.release()
+        self._release_graph()
         targets = torch.from_numpy(self.task.targets(samples.labels)).to(self.device)
         where, images = self.accelerator.placement(samples.nbytes, self.recipe.data.placement), None
         if where != "disk":
@@ -280,7 +279,11 @@ class TorchEngine:
         # Dropout must differ between ranks, like their samples.
         self.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        self._captured(source, inputs)
+        if self._captured:
+            self._captured(source, inputs)
+        else:
+            self._optimizer.zero_grad()
+            self._step(source, inputs)
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
@@ -416,7 +419,7 @@ class TorchEngine:
                 if problem:
                     self._compiled = None
                     self._report(f"the model is not compiled: {problem}")
-            if self.is_captured:
+            if self._captured and not self._captured.is_off:
                 # A step that waits for the device would fail in the capture.
                 problem = self._problem(source, inputs, alone, self.accelerator.refusing_to_wait())
                 if alone.normalised_others and self.world.is_joined:
@@ -487,7 +490,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        self._captured.release()
+        self._release_graph()
         self._state.restore(snapshot)
 
     @torch.no_grad()
@@ -496,19 +499,24 @@ class TorchEngine:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
-        self._captured.release()
+        self._release_graph()
         self._state.load(state, self.world)
 
     def forget_shapes(self) -> None:
         """Prepare for batches of other shapes: choose micro-batches and capture the step again."""
         self._micro_batches = 0
-        self._captured.release()
+        self._release_graph()
+
+    def _release_graph(self) -> None:
+        """Free captured steps: the tensors of the optimizer that they refer to may be replaced."""
+        if self._captured:
+            self._captured.release()
 
     def peak_memory_bytes(self) -> int | None:
         return self.accelerator.peak_bytes()
 
     def close(self) -> None:
-        self._captured.release()
+        self._release_graph()
         self._gradients.close()
         self._undo.close()
         self.accelerator.empty_cache()
