@@ -1,6 +1,7 @@
 """Optimizers beyond one rate for all weights, against loops written by hand with torch's parameter groups."""
 
 import copy
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -55,15 +56,12 @@ def test_layers_learn_at_their_own_rates() -> None:
 
 # --- classes of torch and timm ----------------------------------------------------------------------------------------
 
-LIBRARY: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
-    "torch:RMSprop": (
-        {"momentum": 0.9, "eps": 1e-6, "weight_decay": 0.01},
-        lambda p: torch.optim.RMSprop(p, lr=0.005, momentum=0.9, eps=1e-6, weight_decay=0.01),
-    ),
+LIBRARY: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "torch:RMSprop": ({"momentum": 0.9, "eps": 1e-6, "weight_decay": 0.01}, torch.optim.RMSprop),
     # The weight decay of a recipe is 0, whatever the class's own default is.
-    "torch:AdamW": ({}, lambda p: torch.optim.AdamW(p, lr=0.005, weight_decay=0.0)),
-    "timm:lamb": ({"weight_decay": 0.1}, lambda p: Lamb(p, lr=0.005, weight_decay=0.1)),
-    "timm:lion": ({"betas": [0.9, 0.95]}, lambda p: Lion(p, lr=0.005, betas=(0.9, 0.95))),
+    "torch:AdamW": ({}, functools.partial(torch.optim.AdamW, weight_decay=0.0)),
+    "timm:lamb": ({"weight_decay": 0.1}, Lamb),
+    "timm:lion": ({"betas": (0.9, 0.95)}, Lion),
 }
 
 
@@ -77,7 +75,7 @@ def library_recipe(name: str, **keys: Any) -> Recipe:
 def test_classes_of_libraries_train_as_in_a_plain_loop(name: str) -> None:
     keys, make = LIBRARY[name]
     samples, net, recipe = make_samples(), make_net(), library_recipe(name, **keys)
-    expected = plain_loop(net, samples, recipe, make(net.parameters())).state
+    expected = plain_loop(net, samples, recipe, make(net.parameters(), lr=0.005, **keys)).state
     assert_close(engine_weights(make_net(), samples, recipe), expected)
 
 

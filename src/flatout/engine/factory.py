@@ -44,12 +44,10 @@ FIRST_IMAGES, LONG_STEP = 2, 0.15
 # Then this many steps are measured, or for this long.
 STEPS, SECONDS = 20, 0.4
 # Images per batch of feature measurements on a CPU, some for each thread. The rate is that of two windows of so many
-# seconds; further ones follow while each is slower than the one before: beside a busy process, a thread that waited
-# before is fast at first.
+# seconds; others follow while each is slower than the last: a thread that waited is fast at first on a busy machine.
 FEATURE_BATCH, WINDOW_SECONDS, SLOWER, MAX_WINDOWS = 32, 0.4, 0.93, 8
-# Seconds of an all-reduce on a host, and more per byte of gradients: those of the jobs with small batches in
-# benchmarks/results/ranks.json, batch_size / images_per_second * communication_fraction, are 0.4 ms for 0.08 MB
-# (mnist-parallel), 1.5 ms for 2.6 MB (caltech101) and 6 ms for 34 MB (cats-dogs).
+# Seconds of an all-reduce on a host, and more per byte of gradients: in benchmarks/results/ranks.json
+# (batch_size / images_per_second * communication_fraction) 0.4 ms for 0.08 MB, 1.5 ms for 2.6 MB and 6 ms for 34 MB.
 SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
 
 Rate = Callable[[Recipe, int], float]  # of a recipe and the number of classes

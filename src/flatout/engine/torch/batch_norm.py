@@ -37,13 +37,9 @@ class BatchNorm:
         self.normalised_others = False  # whether for those of something other than its batch
 
     def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
-        """Prepare for a forward pass; the numbers are constants of a captured step.
+        """Prepare for a forward pass of `batch_size` samples, of which the first `count` are no padding.
 
-        Args:
-            batch_size: samples of this rank in the batch, padding included.
-            count: samples of this rank without padding, which are first.
-            total: samples of all ranks without padding.
-            is_padded: whether any rank has padding; all ranks must normalise a batch in the same way.
+        All ranks together have `total` without padding, and normalise alike: `is_padded` if any of them has padding.
         """
         self.batch_size, self.count, self.total, self.is_padded = batch_size, count, total, is_padded
 
