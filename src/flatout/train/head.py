@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -100,14 +101,8 @@ def fit_head(
                 temperature = fit_temperature(answers, labels[chosen])
             out_of_fold[chosen] = answers / temperature
         start = torch.stack(heads).mean(0) if heads else problem.zeros()
-        weight, bias = problem.plain(problem.solve(strength, start, LAST_ITERATIONS))
-    return FittedHead(
-        weight=weight / temperature,
-        bias=bias / temperature,
-        strength=strength,
-        temperature=temperature,
-        out_of_fold=out_of_fold,
-    )
+        weight, bias = (part / temperature for part in problem.plain(problem.solve(strength, start, LAST_ITERATIONS)))
+    return FittedHead(weight=weight, bias=bias, strength=strength, temperature=temperature, out_of_fold=out_of_fold)
 
 
 class _Problem:
@@ -125,9 +120,8 @@ class _Problem:
         base: WeightAndBias | None,
     ) -> None:
         self.task, self.labels, self.outputs = task, labels, num_outputs
-        views = [torch.from_numpy(np.asarray(view, np.float32)) for view in views_VNF]
-        self.count, self.views = len(labels), len(views)
-        rows = torch.cat(views)
+        self.count, self.views = len(labels), len(views_VNF)
+        rows = torch.from_numpy(np.concatenate(views_VNF, dtype=np.float32))
         self._mean, self._std = has_bias * rows.mean(0), rows.std(0, correction=0) + 1e-6
         standard = (rows - self._mean) / self._std
         are_few = len(rows) < rows.shape[1]
@@ -145,15 +139,13 @@ class _Problem:
         if base:
             weight, bias = map(torch.from_numpy, base)
             self._base_logits = rows @ weight.T + bias
-        targets = torch.from_numpy(task.targets(labels))
-        self._targets = torch.cat([targets] * self.views)
+        self._targets = torch.cat([torch.from_numpy(task.targets(labels))] * self.views)
         weights = task.sample_weights(labels, class_weights)
         self._weights = torch.ones(self.count) if weights is None else torch.from_numpy(weights)
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights)
         # The mean curvature of the loss in a logit: squared error, sigmoid or softmax.
-        self._curvature = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}.get(
-            task.loss, 1 / max(2, num_outputs)
-        )
+        of_loss = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}
+        self._curvature = of_loss.get(task.loss, 1 / max(2, num_outputs))
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self._rows.shape[1], self.outputs)
@@ -193,7 +185,7 @@ class _Problem:
         each = [self._base_logits[rows] + self._rows[rows] @ head for rows in chosen]
         return self.task.averaged(torch.stack(each)) if len(each) > 1 else each[0]
 
-    def plain(self, head: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def plain(self, head: torch.Tensor) -> WeightAndBias:
         """Return weight [K, F] and bias [K] of a head for the original features."""
         weight = (self._axes @ head[:-1]).T / self._std
         bias = head[-1] - weight @ self._mean
@@ -233,14 +225,12 @@ def _cross_validate(
     folds = divide(problem.labels[chosen], count, seed, groups, copies)
 
     def tried(strength: float, starts: Sequence[torch.Tensor]) -> _Tried:
-        problems = [
-            (strength, start, FOLD_ITERATIONS, chosen[folds != fold]) for fold, start in enumerate(starts, start=1)
-        ]
-        heads = [*pool.map(lambda one: problem.solve(*one), problems)]
+        held_out = [folds == fold for fold in range(1, count + 1)]
+        seen = [chosen[~is_out] for is_out in held_out]
+        heads = [*pool.map(problem.solve, repeat(strength), starts, repeat(FOLD_ITERATIONS), seen)]
         answers = np.empty((len(chosen), problem.outputs), np.float32)
-        for fold, head in enumerate(heads, start=1):
-            is_held_out = folds == fold
-            answers[is_held_out] = problem.answers(head, chosen[is_held_out]).numpy()
+        for is_out, head in zip(held_out, heads, strict=True):
+            answers[is_out] = problem.answers(head, chosen[is_out]).numpy()
         return _Tried(problem.loss(answers, chosen), strength, heads, answers)
 
     with ThreadPoolExecutor(min(count, physical_cores())) as pool, contextlib.ExitStack() as stack:
@@ -249,9 +239,7 @@ def _cross_validate(
         torch.set_num_threads(1)
         first = best = tried(FIRST_STRENGTH, [problem.zeros()] * count)
         for strengths in (WEAKER, STRONGER):
-            if best is not first:
-                break
-            for strength in strengths:
+            for strength in strengths if best is first else ():
                 if (found := tried(strength, best.heads)).loss >= best.loss:
                     break
                 best = found
@@ -266,6 +254,7 @@ class HeadStage:
     """The fitted head, with the features and labels of the splits."""
 
     task: Task
+    fit: Callable[..., FittedHead]  # to features by split; see `fit_to_features`
     head: Head  # the module that was fitted
     layers: HeadNetwork  # a copy of it
     fitted: FittedHead  # for the splits in `fitted_splits`
@@ -282,10 +271,9 @@ class HeadStage:
         """The out-of-fold accuracy on training and validation images; 0 for other tasks than single-label."""
         if self.task.name != "single-label":
             return 0.0
-        labels = np.concatenate([self.labels[name] for name in self.fitted_splits])
-        answers = self.fitted.out_of_fold
-        is_seen = np.isfinite(answers).all(axis=1)
-        right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
+        labels, answers = np.concatenate([self.labels[name] for name in self.fitted_splits]), self.fitted.out_of_fold
+        is_judged = np.isfinite(answers).all(axis=1)
+        right = both_logits(answers[is_judged]).argmax(axis=1) == labels[is_judged]
         return float(right.mean()) if len(right) else 0.0
 
     def give(self, to: Engine | nn.Module, fitted: FittedHead | None = None) -> None:
@@ -294,8 +282,7 @@ class HeadStage:
         set_head(model, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
         if not isinstance(to, nn.Module):
             own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in model.state_dict().items()}
-            state = to.state()
-            to.load_state({**state, **{name: value for name, value in own.items() if name in state}})
+            to.load_state({name: own.get(name, value) for name, value in to.state().items()})
 
     @functools.cached_property
     def known(self) -> FeatureStats | None:
@@ -327,8 +314,8 @@ class HeadStage:
         task, logits = self.task, self._logits("train", self.fitted)
         targets = torch.from_numpy(task.targets(self.labels["train"]))
         metrics = {f"train_{task.step_metric}": float(task.step_metrics(logits, targets).float().mean())}
-        watched = "valid" if "valid" in self.labels else "test"
-        if watched in self.labels:
+        watched = next((name for name in ("valid", "test") if name in self.labels), None)
+        if watched:
             found = self.evaluation(watched, task)
             metrics |= {f"{watched}_{key}": value for key, value in {"loss": found.loss, **found.metrics}.items()}
         images = sum(map(len, self.labels.values())) * len(self.features["train"])
@@ -400,7 +387,8 @@ def fit_to_features(
             f"linear_probe = true: {recipe.model} has no linear layer or convolution that ends it, so no head can be "
             "fitted; set linear_probe = false"
         )
-    views = _mirrored_views(recipe)
+    # Whether each view of an image is mirrored; predictions are averaged over them.
+    views = [False, True] if recipe.tta and recipe.augment.flip else [False]
     placed: dict[str, TorchDataset] = {}
     if isinstance(engine, TorchEngine) and engine.cut:
         placed = {name: engine.place(samples) for name, samples in splits.items()}
@@ -417,11 +405,13 @@ def fit_to_features(
     computed, task = time.perf_counter(), task_of(recipe)
     names = tuple(name for name in FITTED if name in splits and not (recipe.data.fold and name != "train"))
 
-    def fit(names: tuple[str, ...], like: FittedHead | None = None) -> FittedHead:
-        rows = np.concatenate([splits[name].rows for name in names])
+    def fit(
+        features: Mapping[str, Sequence[np.ndarray]], like: FittedHead | None = None, base: WeightAndBias | None = None
+    ) -> FittedHead:
+        rows = np.concatenate([splits[name].rows for name in features])
         return fit_head(
-            [np.concatenate([features[name][view] for name in names]) for view in range(len(views))],
-            np.concatenate([labels[name] for name in names]),
+            [np.concatenate(of_view) for of_view in zip(*features.values(), strict=True)],
+            np.concatenate([labels[name] for name in features]),
             task,
             head.outputs,
             class_weights=class_weights,
@@ -431,13 +421,17 @@ def fit_to_features(
             seed=recipe.seed,
             strength=like.strength if like else None,
             temperature=like.temperature if like else 1.0,
+            base=base,
         )
 
-    fitted = world.from_main(lambda: fit(names))
+    fitted = world.from_main(lambda: fit({name: features[name] for name in names}))
     has_seen = "valid" in names and np.isnan(fitted.out_of_fold[-len(labels["valid"]) :]).any()
-    training_only = world.from_main(lambda: fit(("train",), fitted)) if recipe.epochs or has_seen else None
+    training_only = None
+    if recipe.epochs or has_seen:
+        training_only = world.from_main(lambda: fit({"train": features["train"]}, like=fitted))
     stage = HeadStage(
         task=task,
+        fit=fit,
         head=head,
         layers=copy.deepcopy(HeadNetwork(model, head)).cpu(),
         fitted=fitted,
@@ -459,33 +453,19 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
     The correction is fitted to the features of the validation images, which the network has not been trained on. On
     Caltech 101, it leaves 0.94 of the errors and 0.92 of the loss. All ranks call this.
     """
-    stage, engine, recipe, world = context.stage, context.engine, context.recipe, context.world
-    if stage is None or "valid" not in stage.placed or recipe.data.fold:
+    stage, engine = context.stage, context.engine
+    if stage is None or "valid" not in stage.placed or context.recipe.data.fold:
         return None
     assert isinstance(engine, TorchEngine)
-    valid, split = stage.placed["valid"], context.splits["valid"]
+    valid, head = stage.placed["valid"], stage.head
     with torch.no_grad(), engine.evaluation_network():
-        features = [valid.head_features(stage.head, mirrored=view) for view in _mirrored_views(recipe)]
-        network = HeadNetwork(engine.model, stage.head)
-        bias = network(torch.zeros(1, stage.head.width, device=engine.device))
-        weight = (network(torch.eye(stage.head.width, device=engine.device)) - bias).T
+        views = range(len(stage.features["valid"]))  # the second one is mirrored
+        features = {"valid": [valid.head_features(head, mirrored=view > 0) for view in views]}
+        network = HeadNetwork(engine.model, head)
+        bias = network(torch.zeros(1, head.width, device=engine.device))
+        weight = (network(torch.eye(head.width, device=engine.device)) - bias).T
         base = weight.float().cpu().numpy(), bias[0].float().cpu().numpy()
-
-    def fit() -> FittedHead:
-        return fit_head(
-            features,
-            split.labels,
-            stage.task,
-            stage.head.outputs,
-            class_weights=engine.class_weights,
-            groups=None if context.pack.groups is None else context.pack.groups[split.rows],
-            copies=identical(context.pack, split.rows),
-            has_bias=stage.head.has_bias,
-            seed=recipe.seed,
-            base=base,
-        )
-
-    fitted = world.from_main(fit)
+    fitted = context.world.from_main(lambda: stage.fit(features, base=base))
     if np.isnan(fitted.out_of_fold).all():
         # There are too few images to divide, so nothing says whether the correction helps.
         return None
@@ -494,12 +474,12 @@ def refit_to_validation(context: TrainContext) -> HeadStage | None:
         fitted=fitted,
         fitted_splits=("valid",),
         training_only=replace(fitted, weight=base[0], bias=base[1]),
-        features={"valid": features},
-        labels={"valid": split.labels},
+        features=features,
+        labels={"valid": stage.labels["valid"]},
     )
     refitted.give(engine)
     worth = _validated(stage.task, refitted.evaluation("valid", stage.task).metrics)
-    images = f"the features of {len(split):,} validation images"
+    images = f"the features of {len(refitted.labels['valid']):,} validation images"
     context.log.note(f"head corrected by {images} (regularisation {fitted.strength:g}){worth}")
     return refitted
 
@@ -508,8 +488,3 @@ def _validated(task: Task, metrics: Mapping[str, float]) -> str:
     """Return the end of a sentence about a head, with its validation metric; "" without one."""
     name = task.metric_names[0]
     return f"; validation {name.replace('_', ' ')} {metrics[name]:.4f} by cross-validation" if name in metrics else ""
-
-
-def _mirrored_views(recipe: Recipe) -> list[bool]:
-    """Return whether each view of an image is mirrored; predictions are averaged over them."""
-    return [False, True] if recipe.tta and recipe.augment.flip else [False]
