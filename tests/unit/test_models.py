@@ -136,7 +136,6 @@ def test_binary_loss_means_two_classes():
         ("timm:resnet81", "timm has no model called 'resnet81'; nearest: timm:resnet"),
         ("timm:resnet18.a1_in2k", "timm has no weights 'a1_in2k' for resnet18; did you mean 'a1_in1k'"),
         ("timm:inception_v3", "'timm:inception_v3' fails on 3-channel images of 32x32 pixels"),
-        ("timm:mobilenetv5_300m_enc", "has no classifier; take 'timm:mobilenetv5_300m', which has one"),
         ("own.py", "write own.py:NAME"),
         ("no_such_package.nets:make", "No module named 'no_such_package'"),
     ],

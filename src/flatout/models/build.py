@@ -33,13 +33,8 @@ NETS = {
     "keras-cnn": "KerasCNN",
     "caltech-cnn": "CaltechCNN",
     "vgg16": "VGG16",
-    "fast-cnn-16": "FastCNN16",
-    "fast-cnn-32": "FastCNN32",
-    "fast-cnn-64": "FastCNN64",
-    "fast-cnn-128": "FastCNN128",
-    "keras-resnet50": "KerasResNet50",
-    "keras-resnet101": "KerasResNet101",
-    "keras-resnet152": "KerasResNet152",
+    **{f"fast-cnn-{width}": f"FastCNN{width}" for width in (16, 32, 64, 128)},
+    **{f"keras-resnet{depth}": f"KerasResNet{depth}" for depth in (50, 101, 152)},
 }
 
 
@@ -56,8 +51,7 @@ def default_shape(name: str) -> tuple[int, Size, int]:
         parameters = inspect.signature(net).parameters
         classes, size, channels = (parameters[key].default for key in ("num_outputs", "image_size", "channels"))
         return classes, size, channels
-    config = published_config(name)
-    if config is None:
+    if (config := published_config(name)) is None:
         return 1000, 224, 3
     channels, height, width = config.input_size
     return config.num_classes, collapse_size((height, width)), channels
@@ -88,8 +82,6 @@ def check_name(name: str) -> None:
         close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
         raise InputError(f"timm has no model called {architecture!r}; {hint}")
-    if architecture.endswith("_enc") and timm.is_model(whole := architecture.removesuffix("_enc")):
-        raise InputError(f"model = {name!r}: encodes images and has no classifier; take 'timm:{whole}', which has one")
     tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
@@ -185,13 +177,11 @@ def seeded(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the logs and warnings of libraries inside the block."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(disabled)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.ERROR)
+        yield
 
 
 # ---- timm ------------------------------------------------------------------------------------------------------------
@@ -293,10 +283,8 @@ def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect
             path = Path(place).absolute()
             # Under a unique name: `random.py` must not replace Python's `random`.
             spec = importlib.util.spec_from_file_location(f"flatout_user_{path.stem}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)

@@ -5,7 +5,6 @@ Shape letters: B batch, F features, C channels, H height, W width, K outputs.
 """
 
 import contextlib
-import hashlib
 import io
 import os
 import sys
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from flatout.models.build import quiet
 from flatout.models.layers import head_modules
+from flatout.models.weights import digest_of
 from flatout.utils.errors import InputError, first_line
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -78,15 +78,13 @@ def compact(x: torch.Tensor) -> torch.Tensor:
 def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
     """Capture the features inside the block, unless the model has several heads, or `network`, a part of it, none."""
     features = Features()
-    try:
-        (name,) = head_modules(model)
-        head = network.get_submodule(name)
-    except (AttributeError, InputError, ValueError):
-        yield features
-        return
-    # In a head with a norm or hidden layers, the last layer counts.
-    layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    with (layers[-1] if layers else head).register_forward_pre_hook(features.catch):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(AttributeError, InputError, ValueError):
+            (name,) = head_modules(model)
+            head = network.get_submodule(name)
+            # In a head with a norm or hidden layers, the last layer counts.
+            layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+            stack.enter_context([head, *layers][-1].register_forward_pre_hook(features.catch))
         yield features
 
 
@@ -101,7 +99,7 @@ def frozen_network(
     network.eval()
     # One image would be exported as a network for single images.
     example = torch.cat([example[:COMPARED]] * COMPARED)[:COMPARED]
-    key = _key(network, example, threads)
+    key = digest_of(network.state_dict(), {"network": repr((type(network), [*example.shape[1:]], threads))})
     try:
         computed = _kept.get(key) or _compiled(_exported(network, example), threads)
         found = computed(example)
@@ -153,14 +151,6 @@ class _LogitsAndFeatures(nn.Module):
             self.outputs = int(logits.shape[1])
             found = features.take()
         return logits if found is None else torch.cat([logits, found.to(logits.dtype)], dim=1)
-
-
-def _key(network: nn.Module, example: torch.Tensor, threads: int) -> str:
-    digest = hashlib.sha256(repr((type(network), [*example.shape[1:]], threads)).encode())
-    for name, tensor in network.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _exported(network: nn.Module, example: torch.Tensor) -> bytes:

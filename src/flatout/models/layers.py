@@ -15,7 +15,6 @@ from flatout.utils.errors import InputError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # The source files, in torch and in timm, of the parameterless modules that are not counted as layers.
 _UNCOUNTED_SOURCES = ("activation", "drop", "flatten")
@@ -80,8 +79,8 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
         raise InputError(f"freeze = {spec!r}: must be all-but-last-N with a whole number N, such as all-but-last-4")
     layers = layers_before_head(model)
     training = {*_modules_of_heads(model), *layers[max(0, len(layers) - int(count[1])) :]}
-    kept = {id(parameter) for module in training for parameter in module.parameters(recurse=False)}
-    frozen = {name for name, parameter in model.named_parameters() if id(parameter) not in kept}
+    kept = {parameter for module in training for parameter in module.parameters(recurse=False)}
+    frozen = {name for name, parameter in model.named_parameters() if parameter not in kept}
     if not frozen:
         raise InputError(f"freeze = {spec!r}: freezes nothing; the model has {len(layers)} layers before its head")
     return frozen
@@ -99,7 +98,7 @@ def layers_before_head(model: nn.Module) -> list[nn.Module]:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module counts as a layer: it has parameters or buffers itself, or is a leaf such as a pooling."""
-    if _has_parameters(module, recurse=False) or list(module.buffers(recurse=False)):
+    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         return True
     source = type(module).__module__.rpartition(".")[2]
     is_leaf = not list(module.children()) and not isinstance(module, _CONTAINERS)
@@ -169,12 +168,10 @@ def submodule(root: nn.Module, path: list[str]) -> nn.Module:
 @contextlib.contextmanager
 def keep_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of each module after the block."""
-    modes = {module: module.training for module in model.modules()}
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def set_dropout(model: nn.Module, share: float) -> None:
@@ -228,15 +225,11 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
         train_graph, eval_graph = _trace(model), _trace(copy.deepcopy(model, shared).eval())
     except Exception:  # fx raises whatever the model's code raises on a symbolic value
         return None
-    index = _last_frozen_cut(model, train_graph.graph)
-    if index is None:
+    last = _last_frozen(model, train_graph.graph)
+    if last not in [node.name for node in eval_graph.graph.nodes]:
         return None
-    at = list(train_graph.graph.nodes)[index].name
-    eval_index = next((i for i, node in enumerate(eval_graph.graph.nodes) if node.name == at), None)
-    if eval_index is None:
-        return None
-    prefix, train_suffix = _split(train_graph, index)
-    _, eval_suffix = _split(eval_graph, eval_index)
+    prefix, train_suffix = _split(train_graph, last)
+    _, eval_suffix = _split(eval_graph, last)
     return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix)
 
 
@@ -255,14 +248,12 @@ def _trace(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, _Tracer().trace(model))
 
 
-def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
-    """Find the position of the last node up to which everything is frozen and which alone is used later."""
-    nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
+def _last_frozen(model: nn.Module, graph: fx.Graph) -> str:
+    """Find the last node up to which everything is frozen and which alone is used later; "" if there is none."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
     modules = dict(model.named_modules())
-    best, has_layer, reach = None, False, -1
-    for i, node in enumerate(nodes):
+    best, has_layer, reach = "", False, -1
+    for node, i in position.items():
         if node.op == "output" or not _is_fixed(node, model, modules):
             break
         if node.op == "call_module":
@@ -271,8 +262,8 @@ def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
             has_layer = True
         # `reach` is the last use of earlier values: if it is not after this node, the rest needs only this value.
         if reach <= i and has_layer and node.op != "get_attr":
-            best = i
-        reach = max(reach, last_use[node])
+            best = node.name
+        reach = max([reach, *(position[user] for user in node.users)])
     return best
 
 
@@ -287,29 +278,27 @@ def _is_fixed(node: fx.Node, model: nn.Module, modules: dict[str, nn.Module]) ->
     if node.op == "call_module":
         module = modules[str(node.target)]
         trained = any(p.requires_grad for p in module.parameters())
-        moves_buffers = module.training and any(True for _ in module.buffers())
-        random = module.training and any(map(_may_be_random, module.modules()))
-        return not (trained or moves_buffers or random)
+        moves = any(map(_may_be_random, module.modules())) or any(True for _ in module.buffers())
+        return not (trained or (module.training and moves))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return not any(word in name for word in _RANDOM_WORDS)
 
 
 def _may_be_random(module: nn.Module) -> bool:
     """Whether a module in training is dropout or similar, or runs code other than torch's, such as stochastic depth."""
-    is_plain = isinstance(module, (*_CONVOLUTIONS, *_BATCH_NORMS, nn.Linear))
+    is_plain = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_BATCH_NORMS, nn.Linear))
     is_torchs = is_plain or type(module).__module__.startswith("torch.nn")
     return isinstance(module, _RANDOM_MODULES) or not is_torchs
 
 
-def _split(traced: fx.GraphModule, index: int) -> tuple[nn.Module, nn.Module]:
-    """Split a traced graph after the node at `index`."""
-    nodes = list(traced.graph.nodes)
+def _split(traced: fx.GraphModule, last: str) -> tuple[nn.Module, nn.Module]:
+    """Split a traced graph after the node `last`."""
     before, after = fx.Graph(), fx.Graph()
+    graph = before
     copies: dict[fx.Node, fx.Node] = {}
-    for node in nodes[: index + 1]:
-        copies[node] = before.node_copy(node, lambda n: copies[n])
-    before.output(copies[nodes[index]])
-    copies = {nodes[index]: after.placeholder("features")}
-    for node in nodes[index + 1 :]:
-        copies[node] = after.node_copy(node, lambda n: copies[n])
+    for node in traced.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.name == last:
+            before.output(copies[node])
+            graph, copies = after, {node: after.placeholder("features")}
     return fx.GraphModule(traced, before), fx.GraphModule(traced, after)

@@ -40,8 +40,7 @@ def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], No
         size = f"image_size = {shown(recipe.image_size)}, published: {shown(default_shape(recipe.model)[1])}"
         # The Hugging Face cache has a link there; removing only the link would keep the damaged file.
         fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
-        installed = find_installed(recipe.model)
-        if installed and installed.path == path:
+        if (installed := find_installed(recipe.model)) and installed.path == path:
             fix = f"the file is of {installed.origin}: {installed.fix}"
         raise InputError(f"{error} ({size}); {fix}; or {FIX}") from error
     _start_small(model, fitted.fresh, recipe.seed)
@@ -99,11 +98,7 @@ class Fitted(NamedTuple):
 
 
 def fit(
-    model: nn.Module,
-    source: SourceCheckpoint,
-    path: Path,
-    sides: tuple[int, int],
-    report: Callable[[str], None],
+    model: nn.Module, source: SourceCheckpoint, path: Path, sides: tuple[int, int], report: Callable[[str], None]
 ) -> Fitted:
     """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen."""
     if has_other_strides(model, [layer.name for layer in layers_of(source)]):
@@ -158,9 +153,8 @@ def _loadable(model: nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]:
 
     So hidden layers of a head are loaded, even if the classes of the last layer differ.
     """
-    own = model.state_dict()
-    body, own_body = _without_head(tensors, model), _without_head(own, model)
-    head = (tensors.keys() | own.keys()) - body.keys() - own_body.keys()
+    own, body = model.state_dict(), _without_head(tensors, model)
+    head = (tensors.keys() | own.keys()) - body.keys() - _without_head(own, model).keys()
     theirs, ours = ({name: tuple(state[name].shape) for name in head & state.keys()} for state in (tensors, own))
     others = {_layer(name) for name in head if theirs.get(name) != ours.get(name) and not name.endswith(_COUNT)}
     return {name: t for name, t in tensors.items() if name in body or (name in ours and _layer(name) not in others)}
@@ -181,7 +175,5 @@ def _without_prefix(tensors: Tensors, model: nn.Module) -> Tensors:
     plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
     body = [name for name in _without_head(own, model) if not name.endswith(_COUNT)]
     prefixes = [name.removesuffix(body[0]) for name in plain if body and name.endswith(body[0])]
-    for prefix in prefixes:
-        if all(f"{prefix}{name}" in plain for name in body):
-            return {n.removeprefix(prefix): t for n, t in plain.items() if n.startswith(prefix)}
-    return plain
+    prefix = next((one for one in prefixes if all(f"{one}{name}" in plain for name in body)), "")
+    return {name.removeprefix(prefix): tensor for name, tensor in plain.items() if name.startswith(prefix)}

@@ -29,7 +29,7 @@ def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     ordered = sorted(plain.items(), key=lambda named: (-named[1].element_size(), named[0]))
-    about = {**metadata, _DIGEST_KEY: _digest(plain, metadata)}
+    about = {**metadata, _DIGEST_KEY: digest_of(plain, metadata)}
     header: dict[str, Any] = {"__metadata__": dict(sorted(about.items()))}
     end = 0
     for name, tensor in ordered:
@@ -59,12 +59,13 @@ def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]
     except (OSError, SafetensorError) as error:
         raise damaged(path, "safetensors", error) from None
     digest = metadata.pop(_DIGEST_KEY, None)
-    if digest is not None and digest != _digest(tensors, metadata):
+    if digest is not None and digest != digest_of(tensors, metadata):
         raise InputError(f"{path}: is damaged: its bytes are not those that were saved (BLAKE2b digests); use a copy")
     return tensors, metadata
 
 
-def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
+def digest_of(tensors: Tensors, metadata: Mapping[str, str]) -> str:
+    """Compute a digest of names, types, shapes and bytes of tensors, and of metadata."""
     digest = hashlib.blake2b(json.dumps(dict(metadata), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

@@ -9,7 +9,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,7 @@ TOO_LONG = 2.0
 UNBALANCED = 3.0
 # The widths of fast-cnn, and the default when speed cannot be measured on a CPU.
 WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
-# Up to this width, depending on the number of classes, a FEWER-th of the epochs is enough. In a minute on Caltech 101,
-# width 16 learns 0.37 in 27 epochs, width 32 0.49 in 22, and width 64 0.50 in 10; on two classes, all are equal.
+# Up to this width, depending on the number of classes, a FEWER-th of the epochs is enough.
 MIN_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
 # Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
 SHIFT_OF_PHOTOS = 16
@@ -266,8 +264,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: "Rate | None") -> Advice:
     augment: dict[str, Any] = {"flip": facts.channels == 3}
     pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
     augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
-    optimizer = {"name": "momentum", "lr": 1.0, "lr_base_batch": 256, "momentum": 0.85, "nesterov": True}
-    optimizer["weight_decay"] = 0.0013
+    momentum = {"lr": 1.0, "lr_base_batch": 256, "momentum": 0.85, "nesterov": True, "weight_decay": 0.0013}
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -277,7 +274,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: "Rate | None") -> Advice:
         "keep": "last",
         # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST and more on photos.
         "tta": facts.side < PHOTO,
-        "optimizer": optimizer,
+        "optimizer": {"name": "momentum", **momentum},
         "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
         "augment": augment,
     }
@@ -374,10 +371,8 @@ def _from_named(
     except WeightsUnavailable as error:
         if is_required or not report:
             raise
-        report(
-            f"{error.problem}: training starts from random weights; "
-            "give --weights FILE, or --pretrained to stop with an error instead"
-        )
+        fix = "give --weights FILE, or --pretrained to stop with an error instead"
+        report(f"{error.problem}: training starts from random weights; {fix}")
         return _any_model(facts, model)
 
 
@@ -386,12 +381,6 @@ def _from_backbone(facts: DatasetStats, speeds: "Speeds | None", report: Report 
     online = [backbone for backbone in BACKBONES if not backbone.package]
     if not report:
         return _fitted_head(facts, online, speeds)
-    # Overlap the search with the import; both may take a second.
-    with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(hub.unreachable)
-        import timm  # noqa: F401
-
-        problem = answer.result()
 
     def fitted(choices: Sequence[Backbone]) -> Advice:
         recipe, reasons = _fitted_head(facts, choices, speeds)
@@ -399,7 +388,7 @@ def _from_backbone(facts: DatasetStats, speeds: "Speeds | None", report: Report 
         return recipe, reasons
 
     try:
-        if not problem:
+        if not (problem := hub.unreachable()):
             return fitted(online)
     except WeightsUnavailable as error:
         problem = error.problem
@@ -501,9 +490,8 @@ def _fitted_head(
 
 
 def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
-    epochs = facts.by_images(FINE_TUNING_EPOCHS)
-    batch = facts.by_images(FINE_TUNING_BATCHES)
-    recipe: dict[str, Any] = {
+    epochs, batch = facts.by_images(FINE_TUNING_EPOCHS), facts.by_images(FINE_TUNING_BATCHES)
+    return {
         "model": model,
         "image_size": facts.size,
         "epochs": epochs,
@@ -514,8 +502,7 @@ def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
         "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05},
         "schedule": {"name": "cosine", "warmup_epochs": 0.4},
         "augment": {"flip": True, "views": 2},
-    }
-    return recipe, {
+    }, {
         "model": f"model = {model}: the network of the weights",
         "linear_probe": "linear_probe = true: the head is fitted first, by cross-validation",
         "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",

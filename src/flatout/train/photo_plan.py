@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -32,40 +33,25 @@ SIZE_STEP, LEAST_SHARE = 16, 4 / 7
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Maximum number of measured networks.
 MEASUREMENTS = 3
-# Maximum share of the time spent on measuring, as on a busy machine; and the share that is kept free, since a processor
-# shared with others is seldom as fast in the next minute as in this second.
+# Maximum share of the time spent on measuring, as on a busy machine; and the share kept free, for slower minutes.
 MEASURING_SHARE, FREE_SHARE = 0.1, 0.05
-# Costs besides features: seconds of a core to decode an image, and for each million pixels of it: 20 ms for 12 million
-# pixels, which are scaled while they are decoded, 1.4 ms for 0.07 million; seconds of set-up; of pictures and report.
+# Seconds besides features: of a core to decode an image, and for each million pixels of it; of set-up; of the report.
 DECODE_SECONDS, DECODE_SECONDS_PER_MEGAPIXEL, READY_SECONDS, REPORT_SECONDS = 0.0012, 0.002, 3.0, 7.0
 # The head takes as long as so many products of all features with its weights on one core, and at least some seconds.
 HEAD_PRODUCTS, MIN_HEAD_SECONDS, FEATURES = 580, 1.0, 1280
 # Seconds of features in a run without a time budget, which is not fine-tuned.
 USUAL_SECONDS = 120.0
-# The error grows with this power of the error on ImageNet: with EfficientNet-Lite 2 in place of 0, it falls by a fifth
-# on Caltech 101 and by half on cats and dogs.
-TOP1_EXPONENT = 2.0
-# The factor of the error with features of mirrored images.
-MIRRORED_GAIN = 0.93
+# The error grows with this power of the error on ImageNet, and falls by this factor with features of mirrored images.
+TOP1_EXPONENT, MIRRORED_GAIN = 2.0, 0.93
 # Candidate epochs of fine-tuning, and the factor of the error by its steps with EfficientNet-Lite 0, whose error on
 # ImageNet is `GAINS_ARE_AT` %. Few steps change little on Caltech 101, and nothing on cats and dogs.
 FINE_TUNING_EPOCHS = (1, 2, 3, 4, 5, 6, 9)
-FINE_TUNING_GAINS = (
-    (100, 0.97),
-    (180, 0.88),
-    (270, 0.82),
-    (360, 0.72),
-    (450, 0.65),
-    (530, 0.62),
-    (800, 0.58),
-    (1300, 0.55),
-)
+FINE_TUNING_GAINS = {100: 0.97, 180: 0.88, 270: 0.82, 360: 0.72, 450: 0.65, 530: 0.62, 800: 0.58, 1300: 0.55}
 GAINS_ARE_AT = 24.9
 # Better networks gain less: the exponent of that factor is this power of their relative error on ImageNet. On Caltech
 # 101, 350 to 700 steps leave 0.6 to 0.7 of the errors with EfficientNet-Lite 0, 0.73 to 0.79 with 1, 0.7 to 0.9 with 2.
 GAIN_EXPONENT = 4.0
-# More epochs hardly help, and are for time that nothing better needs: on Caltech 101, 6, 9 and 15 epochs end at 0.957,
-# 0.957 and 0.959; on the 1,200 images of cats and dogs, 12 end at 0.985, and the head of EfficientNet-Lite 2 at 0.9925.
+# More epochs hardly help, and are for time that nothing better needs: 6, 9 and 15 on Caltech 101 end at 0.957 to 0.959.
 USEFUL_EPOCHS, MAX_FINE_TUNING = 9, 40
 # The share of the layers, the last ones, that is fine-tuned; the time of a step on them relative to the features of its
 # images; and the part of that time spent in earlier layers.
@@ -73,8 +59,8 @@ TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
 # Learning rates of AdamW, of networks with batch norms and of others. On Caltech 101, five epochs of EfficientNet-Lite
 # 0 end at 0.946 with 0.0003 and at 0.958 with 0.001.
 RATE_OF_BATCH_NORM, RATE_OF_OTHERS = 0.001, 0.0003
-# The averaged weights remember all steps, and the fitted head: after 267 steps of EfficientNet-Lite 2 on Caltech 101,
-# validation accuracy is 0.935 with a decay of 0.99, 0.945 with 0.997, 0.947 with 0.998 and 0.944 with 0.999.
+# The averaged weights remember all steps, and the fitted head: 267 steps of EfficientNet-Lite 2 on Caltech 101 end at
+# 0.935 with a decay of 0.99, at 0.945 with 0.997 and at 0.947 with 0.998.
 MIN_AVERAGING, MAX_AVERAGING = 0.99, 0.9999
 
 # Images per second of feature extraction on the devices of the run.
@@ -101,7 +87,7 @@ class PhotoPlan:
         """Return the expected error, without a unit: errors are only compared."""
         share = math.prod(sides(self.image_size)) ** 0.5 / self.backbone.image_size
         steps = min(self.epochs, USEFUL_EPOCHS) * steps_per_epoch
-        gain = min((gain for least, gain in FINE_TUNING_GAINS if steps >= least), default=1.0)
+        gain = min((gain for least, gain in FINE_TUNING_GAINS.items() if steps >= least), default=1.0)
         on_imagenet = 100 - self.backbone.top1
         gain **= min(1.0, on_imagenet / GAINS_ARE_AT) ** GAIN_EXPONENT
         return on_imagenet**TOP1_EXPONENT * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
@@ -109,11 +95,10 @@ class PhotoPlan:
     def seconds(self, facts: "DatasetStats", rate: float) -> float:
         """Return the time of features, fine-tuning and the last evaluation, at a rate of features."""
         views = 1 + self.mirrored
-        images = float(views * facts.every)
+        images, held_out = float(views * facts.every), facts.every - facts.images
         if self.epochs:
             # Frozen layers see training images mirrored in any case, and all others once.
             images += FROZEN_FACTOR * facts.images * (2 - views)
-            held_out = facts.every - facts.images
             images += STEP_FACTOR * self.epochs * facts.images + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
         return images / rate
 
@@ -173,9 +158,7 @@ def plan_photos(
 
     chosen = best()
     limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
-    while rate is not None and chosen.backbone not in speeds:
-        if len(speeds) == MEASUREMENTS or time.perf_counter() > limit:
-            break
+    while rate and chosen.backbone not in speeds and len(speeds) < MEASUREMENTS and time.perf_counter() <= limit:
         # The last speed is the best guess at those of the networks that were not measured.
         usual = speeds[chosen.backbone] = rate(chosen.backbone, chosen.image_size) * chosen.operations
         chosen = best()
@@ -203,13 +186,9 @@ def _product_seconds(images: int, classes: int) -> float:
     rows, threads = min(images, 1000), torch.get_num_threads()
     features, weights = torch.ones(rows, FEATURES), torch.ones(FEATURES, classes)
     torch.set_num_threads(1)
-    seconds = []
-    for _ in range(4):  # the first one prepares the others
-        began = time.perf_counter()
-        _ = features @ weights
-        seconds.append(time.perf_counter() - began)
+    seconds = min(timeit.repeat(lambda: features @ weights, number=1, repeat=4))  # the first one prepares the others
     torch.set_num_threads(threads)
-    return min(seconds) * images / rows
+    return seconds * images / rows
 
 
 def _reasons(
@@ -233,7 +212,7 @@ def _reasons(
     }
     if plan.mirrored:
         reasons["tta"] = (
-            "tta = true: answers are the mean over each image and its mirror image; --set tta=false for one"
+            "tta = true: an answer is the mean over the image and its mirror image; --set tta=false for one"
         )
     return {**reasons, "epochs": f"epochs = {plan.epochs}: {tuned if plan.epochs else short}"}
 
@@ -243,7 +222,7 @@ def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
     whole = backbone.image_size
     smaller = range(SIZE_STEP * math.ceil(LEAST_SHARE * whole / SIZE_STEP), whole, SIZE_STEP)
     found = [whole, *reversed(smaller)]
-    return [*found] if ratio == 1 else list(dict.fromkeys(of_shape(side, ratio) for side in found))
+    return [*found] if ratio == 1 else [*dict.fromkeys(of_shape(side, ratio) for side in found)]
 
 
 def of_shape(side: float, ratio: float) -> tuple[int, int]:

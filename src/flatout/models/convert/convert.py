@@ -35,13 +35,7 @@ class Shape(NamedTuple):
 
 
 def convert(
-    file: Path,
-    model_name: str,
-    out: Path,
-    *,
-    shape: Shape,
-    check: Path | None,
-    report: Callable[[str], None],
+    file: Path, model_name: str, out: Path, *, shape: Shape, check: Path | None, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write the weights of a file as those of a model; return what `--json` prints.
 
@@ -54,9 +48,8 @@ def convert(
     path = find_file(file)
     source = read_file(path)
     if source.image:
-        height, width, count = source.image
-        image = collapse_size((height, width))
-        shape = shape._replace(size=shape.size or image, channels=shape.channels or count)
+        size, count = collapse_size(source.image[:2]), source.image[2]
+        shape = shape._replace(size=shape.size or size, channels=shape.channels or count)
     model, recipe = _build_for(source, model_name, shape)
     try:
         fitted = fit(model, source, path, recipe.image_sides, report)
@@ -96,10 +89,8 @@ def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
     hint = " (--verbose lists the layers)" if pairs and not verbose else ""
     lines.append(f"{result['out']}: {result['tensors']} tensors, all matched{hint}, of {built}")
     if result["difference"] is None:
-        note = "not compared with the source framework: --check arrays.npz does that"
-    else:
-        note = f"the largest difference of logits is {result['difference']:.1e} of the largest logit"
-    return [*lines, note]
+        return [*lines, "not compared with the source framework: --check arrays.npz does that"]
+    return [*lines, f"the largest difference of logits is {result['difference']:.1e} of the largest logit"]
 
 
 def _build_for(source: SourceCheckpoint, name: str, known: Shape) -> tuple[nn.Module, Recipe]:
@@ -126,10 +117,9 @@ def _build_for(source: SourceCheckpoint, name: str, known: Shape) -> tuple[nn.Mo
 
 
 def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Module, Recipe]:
-    is_binary = outputs == 1
-    loss: Any = "binary-cross-entropy" if is_binary else "cross-entropy"
+    loss: Any = "binary-cross-entropy" if outputs == 1 else "cross-entropy"
     recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, loss=loss)
-    return build_model(recipe, 2 if is_binary else outputs, allow_code=True), recipe
+    return build_model(recipe, max(2, outputs), allow_code=True), recipe
 
 
 def _difference(model: nn.Module, channels: int, check: Path) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 Shape letters: N images, C channels, H height, W width.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -144,35 +145,22 @@ def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
 # ---- families of networks, whose layers others name in other ways ----------------------------------------------------
 
 # conv2_block1_1_conv, conv2_block1_0_bn; res2a_branch2a until Keras 2.2
-_KERAS = re.compile(r"conv(?P<stage>[2-5])_block(?P<block>\d+)_(?P<part>[0-3])_(?P<kind>conv|bn)")
+_KERAS = re.compile(r"conv([2-5])_block(\d+)_([0-3])_(conv|bn)")
 _OLD_KERAS = re.compile(r"(res|bn)[2-5][a-z]_branch(1|2[abc])")
 _STEM = {"conv1_conv": "conv1", "conv1_bn": "bn1", "predictions": "fc"}
 # _blocks.3._bn0: EfficientNet-PyTorch and EfficientNet-Lite, which is made from it. Blocks are counted over all stages.
 _EFFICIENTNET = re.compile(r"_blocks\.(?P<block>\d+)\.(?P<part>_\w+)")
-_AROUND_BLOCKS = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-_EXPANDING_BLOCK = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
+_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+_EXPANDING_BLOCK = {"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw", "_bn1": "bn2"}
+_EXPANDING_BLOCK |= {"_project_conv": "conv_pwl", "_bn2": "bn3"}
 _PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 
 
 def _family(model: nn.Module) -> tuple[str, Callable[[str], str | None]]:
     """Name the family of a model of timm's; and make a function from others' name of a layer to timm's, or None."""
     parts = dict(model.named_children())
-    if {"bn1", "layer1", "layer2", "layer3", "layer4", "fc"} <= parts.keys() and isinstance(
-        parts.get("conv1"), nn.Conv2d
-    ):
+    is_resnet = {"bn1", "layer1", "layer2", "layer3", "layer4", "fc"} <= parts.keys()
+    if is_resnet and isinstance(parts.get("conv1"), nn.Conv2d):
         return "ResNet", _resnet_name
     if not {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"} <= parts.keys():
         return "", lambda name: None
@@ -182,7 +170,7 @@ def _family(model: nn.Module) -> tuple[str, Callable[[str], str | None]]:
     def efficientnet_name(name: str) -> str | None:
         match = _EFFICIENTNET.fullmatch(name)
         if match is None:
-            return _AROUND_BLOCKS.get(name)
+            return _OUTSIDE.get(name)
         if int(match["block"]) >= len(blocks):
             return None
         place, block = blocks[int(match["block"])]
@@ -196,9 +184,9 @@ def _resnet_name(name: str) -> str | None:
     match = _KERAS.fullmatch(last_part(name))
     if match is None:
         return _STEM.get(last_part(name))
-    block, part = f"layer{int(match['stage']) - 1}.{int(match['block']) - 1}", int(match["part"])
-    is_norm = match["kind"] == "bn"
-    return f"{block}.{'bn' if is_norm else 'conv'}{part}" if part else f"{block}.downsample.{int(is_norm)}"
+    stage, block, part, is_norm = int(match[1]), int(match[2]), match[3], match[4] == "bn"
+    place = f"downsample.{int(is_norm)}" if part == "0" else f"{'bn' if is_norm else 'conv'}{part}"
+    return f"layer{stage - 1}.{block - 1}.{place}"
 
 
 def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
@@ -320,15 +308,12 @@ def _in_layout(
     weight = tensors.get("weight")
     if weight is None:
         return dict(tensors)
-    if weight.ndim == 2 and flattened and is_channels_last:
+    if weight.ndim == 2 and flattened and is_channels_last and weight.shape[1] == math.prod(flattened):
         channels, height, width = flattened
-        if weight.shape[1] == channels * height * width:
-            maps = weight.reshape(len(weight), height, width, channels)
-            weight = maps.permute(0, 3, 1, 2).reshape(weight.shape)
+        weight = weight.reshape(-1, height, width, channels).permute(0, 3, 1, 2).reshape(weight.shape)
     if weight.ndim == 4 and isinstance(module, nn.Conv2d):
         outputs, inputs = module.weight.shape[:2]
-        if inputs == 1 and weight.shape[:2] == (outputs // module.groups, module.groups):
-            # A depthwise kernel of Keras's.
+        if inputs == 1 and weight.shape[:2] == (outputs // module.groups, module.groups):  # depthwise, of Keras's
             weight = weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
     return {**tensors, "weight": weight}
 
