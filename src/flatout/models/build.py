@@ -198,8 +198,7 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
     if weights is not None:
         # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
         source: dict[str, Any] = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
-        published = published_config(recipe.model)
-        if published is not None and published.num_classes != num_outputs:
+        if (published := published_config(recipe.model)) and published.num_classes != num_outputs:
             source |= {"num_classes": num_outputs, "label_offset": 0}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
     name = recipe.model.removeprefix("timm:")
@@ -217,9 +216,8 @@ def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
     Other networks are assumed to fit.
     """
     published = default_shape(model_name)[1]
-    if not model_name.startswith("timm:") or sides(wanted) == sides(published):
-        return wanted
-    return wanted if _takes(model_name, wanted, channels) else published
+    is_free = not model_name.startswith("timm:") or sides(wanted) == sides(published)
+    return wanted if is_free or _takes(model_name, wanted, channels) else published
 
 
 def _takes(model_name: str, size: Size, channels: int) -> bool:

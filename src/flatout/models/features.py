@@ -31,11 +31,9 @@ MAX_FEATURES = 1024
 WORTHWHILE_PIXELS = 5_000_000
 # Images that a thread computes at a time: their activations fit the processor's cache.
 PART = 8
-# Pixels of a batch: with 32 images of 224 pixels, the threads wait for each other and for the next batch for a seventh
-# of the time.
+# Pixels of a batch: with 32 images of 224 pixels, threads wait for each other for a seventh of the time.
 BATCH_PIXELS = 6_500_000
-# Images whose features are compared with torch's: not two, as in the export, which could make that a constant; and few,
-# since torch's first batch of 32 takes seconds.
+# Images whose features are compared with torch's: not two, as in the export, which could make that a constant; and few.
 COMPARED = 3
 # The largest difference from torch's output, as a share of its largest value.
 TOLERANCE = 1e-4
@@ -64,9 +62,8 @@ class Features:
 def compact(x: torch.Tensor) -> torch.Tensor:
     """Reduce the input of a head, [B, F], [B, tokens, F] or [B, F, H, W], to float32 [B, F]."""
     x = x.float()
-    if x.ndim == 3:
-        x = x.mean(dim=1)
-    x = x.flatten(2).mean(dim=2) if x.ndim > 3 else x
+    if x.ndim > 2:
+        x = x.mean(dim=1) if x.ndim == 3 else x.flatten(2).mean(dim=2)
     width = int(x.shape[1])  # a constant in a trace, whose division would round differently
     group = -(-width // MAX_FEATURES)
     if group > 1:

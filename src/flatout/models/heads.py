@@ -30,21 +30,13 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Head:
-    """The layers of a model that compute its logits: their mean over layers, each of its own features.
+    """The layers of a model that compute its logits: their mean over layers, each of its own features."""
 
-    Attributes:
-        layers: names of linear layers or 1x1 convolutions; more than one if the model averages several heads.
-        widths: the number of features that each of them reads; the sum is F.
-        outputs: K.
-        has_bias: whether any of them has a bias.
-        silent: layers that add to the logits, but not linearly, such as auxiliary heads; `set_head` makes them zero.
-    """
-
-    layers: tuple[str, ...]
-    widths: tuple[int, ...]
-    outputs: int
-    has_bias: bool
-    silent: tuple[str, ...] = ()
+    layers: tuple[str, ...]  # linear layers or 1x1 convolutions; more than one if the model averages several heads
+    widths: tuple[int, ...]  # the number of features that each of them reads; the sum is F
+    outputs: int  # K
+    has_bias: bool  # whether any of them has a bias
+    silent: tuple[str, ...] = ()  # not linear, but added to the logits, as auxiliary heads are; `set_head` makes them 0
 
     @property
     def width(self) -> int:
@@ -148,11 +140,9 @@ class HeadNetwork(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        layers = self._head.of(self)
-        if len(layers) == 1:
-            return _logits_of_layer(layers[0], features)
-        parts = features.split(self._head.widths, dim=1)
-        return torch.stack([_logits_of_layer(layer, part) for layer, part in zip(layers, parts, strict=True)]).mean(0)
+        parts = zip(self._head.of(self), features.split(self._head.widths, dim=1), strict=True)
+        found = [_logits_of_layer(layer, part) for layer, part in parts]
+        return torch.stack(found).mean(0) if len(found) > 1 else found[0]
 
 
 def before_head(model: nn.Module, head: Head) -> Cut:
@@ -181,8 +171,7 @@ def set_head(model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Ten
 
 
 def _layers(model: nn.Module, names: Sequence[str]) -> list[Linear]:
-    found = [model.get_submodule(name) for name in names]
-    return [layer for layer in found if isinstance(layer, Linear)]
+    return [layer for name in names if isinstance(layer := model.get_submodule(name), Linear)]
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[Linear]:
@@ -202,8 +191,7 @@ def _averaged(read: torch.Tensor, is_convolution: bool) -> torch.Tensor:
 
 
 def _logits_of_layer(layer: Linear, features: torch.Tensor) -> torch.Tensor:
-    is_convolution = isinstance(layer, nn.Conv2d)
-    return layer(features[:, :, None, None]).flatten(1) if is_convolution else layer(features)
+    return layer(features[:, :, None, None]).flatten(1) if isinstance(layer, nn.Conv2d) else layer(features)
 
 
 def _device(model: nn.Module) -> torch.device:

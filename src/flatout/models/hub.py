@@ -44,25 +44,16 @@ _DAMAGED = "is damaged: its SHA-256 digest does not match"
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network of timm's with published weights for ImageNet's 1000 classes.
+    """A network of timm's with published weights for ImageNet's 1000 classes."""
 
-    Attributes:
-        model: the recipe's `model`.
-        operations: multiply-adds of the forward pass of one image.
-        top1: ImageNet accuracy in percent.
-        image_size: pixels on a side; convolutional networks take others too.
-        mean, std: of the RGB channels, in 0..1: the normalisation that the weights expect.
-        package: the Python package with the weights, for hosts that cannot reach the hub, or "".
-    """
-
-    model: str
+    model: str  # as in the recipe
     parameters: int
-    operations: int
-    top1: float
-    image_size: int = 224
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    operations: int  # multiply-adds of the forward pass of one image
+    top1: float  # ImageNet accuracy in percent
+    image_size: int = 224  # pixels on a side; convolutional networks take others too
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # the normalisation that the weights expect, in 0..1
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    package: str = ""
+    package: str = ""  # the Python package with the weights, for hosts that cannot reach the hub
 
 
 def _lite(number: int, parameters: int, operations: int, top1: float, image_size: int) -> Backbone:

@@ -30,14 +30,11 @@ def is_keras(model: object) -> bool:
 
 
 class Network(NamedTuple):
-    """A Keras model from [B, H, W, C] to logits [B, K], and the names of its variables as in `stateless_call`.
-
-    A name is None for the state of a random generator.
-    """
+    """A Keras model from [B, H, W, C] to logits [B, K], and the names of its variables as in `stateless_call`."""
 
     model: Any
     trainable: list[str]
-    others: list[str | None]
+    others: list[str | None]  # None for the state of a random generator
 
 
 class KerasModule(nn.Module):
@@ -172,7 +169,6 @@ def _keras() -> Any:
 
 
 def _copied(model: object, copied_layer: Callable[[Any], Any] | None = None) -> Any:
-    """Copy a model, its layers by `copied_layer` if given, with fresh weights."""
     return _keras().models.clone_model(model, clone_function=copied_layer, recursive=True)
 
 

@@ -108,11 +108,7 @@ class ParallelCNN(Net):
 
 
 class KerasCNN(Net):
-    """Three 3x3 convolutions with ReLU, the first two pooled, and two linear layers.
-
-    After five epochs at batch 512 on Fashion-MNIST, He-uniform weights reach 0.88, Glorot-uniform ones, as Keras has
-    them by default, 0.87.
-    """
+    """Three 3x3 convolutions with ReLU, the first two pooled, and two linear layers."""
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         layers = (*_blocks(channels, 32, 64, kernel=3), nn.Conv2d(64, 64, kernel_size=3), nn.ReLU())
@@ -154,10 +150,9 @@ class FastCNN(nn.Module):
     """A convolutional network that learns fast with little computation, for small images or small data sets.
 
     Layout, initialisation and scales are those of airbench (K. Jordan, arXiv 2404.00498): patches of whitened pixels,
-    up to three blocks of two convolutions that start near the identity, large steps for biases, small logits. Logits
-    are three times as large as airbench's: few images of many classes are learnt several times as fast, ten classes as
-    fast. Whitening uses a fixed basis and batch statistics, so it needs no data. Larger images are first cut into
-    patches of 2, 4, ... pixels, so that the blocks see at most 48 on a side of a square.
+    up to three blocks of two convolutions that start near the identity, large steps for biases, small logits; but these
+    are three times as large, to learn many classes faster. Larger images are first cut into patches of 2, 4, ...
+    pixels, so that the blocks see at most 48 on a side of a square.
     """
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 32, channels: int = 3, *, width: int = 32) -> None:
@@ -183,7 +178,6 @@ class _Patches(nn.Module):
     """Patches of pixels in the basis of the cosine transform and of colour differences, whitened; and their negatives.
 
     In this basis the pixels of photographs are nearly uncorrelated, so dividing each by its deviation whitens them.
-    Images without three channels have the cosine transform over channels, too.
     """
 
     def __init__(self, channels: int, *, stride: int) -> None:
@@ -203,7 +197,6 @@ class _Patches(nn.Module):
 
 
 def _cosines(length: int) -> torch.Tensor:
-    """Compute the basis of the cosine transform, not normalised, [length, length]."""
     positions = torch.arange(length)
     return torch.cos(torch.pi / length * (positions + 0.5) * positions[:, None])
 

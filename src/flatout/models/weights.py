@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = Mapping[str, "torch.Tensor"]
-# By kind, then by the name of the tensor.
-Differences = dict[str, dict[str, Any]]
-
+Differences = dict[str, dict[str, Any]]  # by kind, then by the name of the tensor
 _DIGEST_KEY = "blake2b"
 _MAX_LISTED = 4
 

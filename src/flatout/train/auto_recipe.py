@@ -69,9 +69,7 @@ CHOSEN_BY_ADVICE = {"model", "image_size", "task", "weights", "pretrained", "lin
 
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
-
-# Receives sentences for the log.
-Report = Callable[[str], None]
+Report = Callable[[str], None]  # receives sentences for the log
 
 # --- What it depends on -----------------------------------------------------------------------------------------------
 
@@ -228,7 +226,6 @@ def generate_recipe(
     else:
         recipe, reasons = _fast_cnn(facts, model, speeds and speeds.training)
     if facts.task != "single-label":
-        # It suits single-label data.
         recipe["label_smoothing"] = 0.0
     if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
         recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
@@ -278,8 +275,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: "Rate | None") -> Advice:
         "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
         "augment": augment,
     }
-    if facts.task == "regression":
-        # The gradients of squared errors grow with the errors: without a limit, the first steps diverge.
+    if facts.task == "regression":  # gradients grow with the errors: without a limit, the first steps diverge
         recipe["clip_norm"] = 1.0
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MAX_EPOCHS)
     seconds = facts.seconds or SECONDS
@@ -300,11 +296,11 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: "Rate | None") -> Advice:
         recipe["model"] = model or f"fast-cnn-{WIDTHS[-1] if facts.accelerated else USUAL_WIDTH}"
     fitting = int(training * speed / facts.images) if speed else most
     recipe["epochs"] = max(enough // 5, min(most, fitting))
-    why_model = "the network that learns most per computation"
+    why_model, expected = "the network that learns most per computation", ""
     if speed:
         why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
+        expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here"
     why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
-    expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     reasons = {
         "image_size": why_size,
@@ -441,8 +437,7 @@ def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: "Speed
             recipe["image_size"] = usable_size(name, of_run.size, channels=facts.channels)
             reasons["image_size"] = "; the size of the weights"
     elif name.startswith("fast-cnn"):
-        # The weight shapes of most small networks depend on the image size. After a minute on Caltech 101 from weights
-        # of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
+        # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
         recipe, reasons = _fast_cnn(of_run, name, speeds and speeds.training)
         reasons["model"] = f"model = {name}: the network of the weights, trained as from random ones"
     else:
@@ -482,8 +477,7 @@ def _fitted_head(
     if plan.epochs:
         recipe["ema"] = plan.averaging
         recipe["freeze"], recipe["norm"], recipe["optimizer"]["lr"] = fine_tuning_of(plan.backbone.model)
-        if not facts.accelerated:
-            # Number formats are not measured: the frozen layers, most of the work, compute in 32 bits.
+        if not facts.accelerated:  # the frozen layers, most of the work, compute in 32 bits
             recipe["precision"] = "fp32"
     kept = ("batch_size", "augment") if plan.epochs else ()
     return recipe, {**plan.reasons, **{key: reasons[key] for key in kept}}

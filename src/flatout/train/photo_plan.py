@@ -186,7 +186,8 @@ def _product_seconds(images: int, classes: int) -> float:
     rows, threads = min(images, 1000), torch.get_num_threads()
     features, weights = torch.ones(rows, FEATURES), torch.ones(FEATURES, classes)
     torch.set_num_threads(1)
-    seconds = min(timeit.repeat(lambda: features @ weights, number=1, repeat=4))  # the first one prepares the others
+    # The first product prepares the others.
+    seconds = min(timeit.repeat(lambda: features @ weights, timer=time.perf_counter, number=1, repeat=4))
     torch.set_num_threads(threads)
     return seconds * images / rows
 

@@ -86,16 +86,11 @@ def _kind_of(tensors: Tensors) -> Kind:
 
 
 class Trace(NamedTuple):
-    """The layers of a model by name.
+    """The layers of a model by name."""
 
-    layers: those with weights, in forward order; the kind of each.
-    flattened: linear layer -> (C, H, W) of the feature map whose flattened values it takes.
-    norms: convolution -> the batch normalisation that takes its output.
-    """
-
-    layers: dict[str, Kind]
-    flattened: dict[str, tuple[int, int, int]]
-    norms: dict[str, str]
+    layers: dict[str, Kind]  # those with weights, in forward order
+    flattened: dict[str, tuple[int, int, int]]  # linear layer -> (C, H, W) of the map whose flattened values it takes
+    norms: dict[str, str]  # convolution -> the batch normalisation that takes its output
 
 
 class _FollowMaps(TorchFunctionMode):

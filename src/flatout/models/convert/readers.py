@@ -28,32 +28,22 @@ _IN_A_FOLDER = (
     *("weights.safetensors", "model.safetensors", "pytorch_model.bin"),
     *("variables/variables.index", "model.weights.h5"),
 )
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-# The start of torch's files that are not zip files: a pickle of this number.
-_TORCH_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 # Common keys of a model's weights in larger checkpoints.
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params")
 
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """The weights of a file.
+    """The weights of a file."""
 
-    Attributes:
-        framework: determines the layout; keras includes TensorFlow.
-        tensors: by name, `layer.kernel`, in the order of the layers if the file has one.
-        epsilons: of batch normalisation, by the name of the layer, if the file has them.
-        channels_last: whether images, and so flattened feature maps, were; Keras can be set to [C, H, W], with the same
-            kernels.
-        image: height, width and channels of the images, if the file has them.
-    """
-
-    framework: Literal["torch", "paddle", "keras"]
-    tensors: dict[str, torch.Tensor]
-    epsilons: dict[str, float] = field(default_factory=dict)
-    channels_last: bool = False
-    image: tuple[int, int, int] | None = None
+    framework: Literal["torch", "paddle", "keras"]  # determines the layout; keras includes TensorFlow
+    tensors: dict[str, torch.Tensor]  # by name, `layer.kernel`, in the order of the layers if the file has one
+    epsilons: dict[str, float] = field(default_factory=dict)  # of batch normalisation, by layer, if the file has them
+    channels_last: bool = (
+        False  # whether flattened feature maps were; Keras can be set to [C, H, W], with equal kernels
+    )
+    image: tuple[int, int, int] | None = None  # height, width and channels, if the file has them
 
 
 # ---- finding the file and its reader ---------------------------------------------------------------------------------
@@ -103,9 +93,7 @@ def read_file(path: Path) -> SourceCheckpoint:
         return _read_hdf5(path, path, None)
     if path.suffix == ".keras" or _KERAS_WEIGHTS in _zip_sizes(path):
         return _read_keras(path)
-    is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
-    is_paddle = path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES)
-    return _read_paddle(path) if is_paddle else _read_torch(path)
+    return _read_paddle(path) if path.suffix == ".pdparams" else _read_torch(path)
 
 
 def _zip_sizes(path: Path) -> dict[str, int]:
@@ -159,17 +147,13 @@ def _read_torch(path: Path) -> SourceCheckpoint:
         with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything on damaged files
-        is_refusal = isinstance(error, pickle.UnpicklingError | RuntimeError)
-        code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)) if is_refusal else None
         # torch's message recommends loading without protection, so it is not shown.
-        reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
-        if code:
-            name = one_line(code[1] or code[0])[:120]
-            reason = (
-                f"holds code ({name}) besides tensors, and loading it would execute that, so it is "
-                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
-            )
-        raise InputError(f"{path}: {reason}") from None
+        if code := re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)):
+            raise InputError(
+                f"{path}: holds code ({one_line(code[1] or code[0])[:120]}) besides tensors, which is never executed; "
+                "save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+            ) from None
+        raise damaged(path, "a torch checkpoint", type(error).__name__) from None
     state = _unnested(content)
     if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise InputError(f"{path}: holds no state dict (names with tensors), but {_shown(state)}")
@@ -330,7 +314,7 @@ def _numbered(objects: dict[str, Any], configs: dict[str, dict[str, Any]]) -> It
     for name in sorted(layers, key=lambda name: order.get(last_part(name), len(order))):
         datasets, config = layers[name], configs.get(last_part(name), {})
         if 1 < len(datasets) < 5 and all(len(dataset.shape) == 1 for dataset in datasets):
-            roles = list(_NORM)[2 if len(datasets) == 2 else 0 :]
+            roles = [*_NORM[2 if len(datasets) == 2 else 0 :]]
             if len(datasets) == 3:
                 roles.remove("beta" if config.get("scale") else "gamma")
         elif len(datasets) <= 2 and len(datasets[0].shape) >= 2:
@@ -342,7 +326,7 @@ def _numbered(objects: dict[str, Any], configs: dict[str, dict[str, Any]]) -> It
 
 def _layer_name(path: str, objects: dict[str, Any]) -> str:
     parts = [part for part in path.split("/") if part not in ("layers", "_layer_checkpoint_dependencies")]
-    last = (parts or ["layer"])[-1] or "layer"
+    last = (parts or [""])[-1] or "layer"
     # Recent versions of Keras write the name of the layer, too; attributes of a user's class are better names.
     if path.rpartition("/")[0].rpartition("/")[2] == "layers":
         last = str(objects[f"{path}/vars"].attrs.get("name") or last)

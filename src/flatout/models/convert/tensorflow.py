@@ -8,6 +8,7 @@ https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/protobuf/te
 import math
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,8 +68,7 @@ def masked(data: bytes) -> bytes:
     try:
         import google_crc32c
     except ImportError:
-        need = "need the package google-crc32c for their checksums: pip install 'flatout[convert]'"
-        raise InputError(f"TensorFlow checkpoints {need}") from None
+        raise InputError("TensorFlow checkpoints need google-crc32c: pip install 'flatout[convert]'") from None
     crc = google_crc32c.value(data)
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
@@ -80,14 +80,12 @@ def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     footer = position = len(content) - _FOOTER_BYTES
     for _ in range(2):  # skip the handle of the meta index
         _, position = varint(content, position, len(content))
-    count = 0
-    for _, handle in _entries(_block(content, content, position, footer)):
-        for entry in _entries(_block(content, handle, 0, footer)):
-            count += 1
-            # Every entry takes three bytes at least, unless a table repeats its blocks.
-            if count > len(content):
-                raise ValueError("more entries than bytes")
-            yield entry
+    blocks = (_block(content, handle, 0, footer) for _, handle in _entries(_block(content, content, position, footer)))
+    for count, entry in enumerate(chain.from_iterable(map(_entries, blocks))):
+        # Every entry takes three bytes at least, unless a table repeats its blocks.
+        if count > len(content):
+            raise ValueError("more entries than bytes")
+        yield entry
 
 
 def _block(content: bytes, handle: bytes, position: int, end: int) -> bytes:
