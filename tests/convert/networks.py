@@ -7,13 +7,9 @@ from torch import nn
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 # The networks of the fixtures, by their names, as --model takes them.
-MODELS = {
-    "fashion-cnn": "fashion-cnn",
-    "small": f"{Path(__file__).resolve()}:small",
-    "keras-resnet": f"{Path(__file__).resolve()}:keras_resnet",
-    "torch-resnet": f"{Path(__file__).resolve()}:torch_resnet",
-    "shallow-resnet": f"{Path(__file__).resolve()}:shallow_resnet",
-}
+FACTORIES = ("small", "keras-resnet", "torch-resnet", "shallow-resnet")
+MODELS = {name: f"{Path(__file__).resolve()}:{name.replace('-', '_')}" for name in FACTORIES}
+MODELS["fashion-cnn"] = "fashion-cnn"
 
 
 def small(num_classes: int, channels: int = 3, **_: Any) -> nn.Module:

@@ -22,11 +22,7 @@ FAMILIES = [
     ("deit_tiny_distilled_patch16_224", 32, ("head", "head_dist"), "two tokens, two heads"),
     ("crossvit_9_240", 240, ("head.0", "head.1"), "two heads of different widths"),
     ("dla46_c", 32, ("fc",), "the head is a convolution"),
-    ("ghostnet_050", 32, ("classifier",), "torch.fx"),
     ("hgnetv2_b0", 32, ("head.fc",), "a hidden convolution"),
-    ("regnetx_002", 32, ("head.fc",), "grouped convolutions"),
-    ("cait_xxs24_224", 32, ("head",), "class attention"),
-    ("xcit_nano_12_p16_224", 32, ("head",), "attention over channels"),
     ("swin_tiny_patch4_window7_224", 64, ("head.fc",), "channels last"),
     ("volo_d1_224", 64, ("head",), "an auxiliary head"),  # half its largest value over all places is added
 ]

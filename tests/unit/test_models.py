@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.models import heads
 from flatout.models.build import NETS, build_model, create_timm, usable_size
 from flatout.utils.errors import InputError
 from tests.nets import build
@@ -72,9 +71,12 @@ NAMES = [*NETS, "timm:resnet10t", "timm:vit_tiny_patch16_224"]
 LARGEST = ("keras-resnet101", "keras-resnet152")
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "channels"), [(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name in LARGEST else 2]]
-)
+SIDES = [(4, 1), (8, 5), (28, 1), (48, 3), (224, 3)]  # of fast-cnn, whose depth depends on them
+EVERY = [(name, *shape) for name in NAMES for shape in SHAPES[: 1 if name in LARGEST else 2]]
+EVERY += [("fast-cnn-16", (side, side), channels) for side, channels in SIDES]
+
+
+@pytest.mark.parametrize(("name", "size", "channels"), EVERY)
 def test_images_may_have_any_shape_and_number_of_channels(name: str, size: tuple[int, int], channels: int):
     with torch.no_grad():
         assert other_shape(name, size, channels)(torch.rand(2, channels, *size)).shape == (2, 3)
@@ -272,35 +274,25 @@ def test_outputs_of_every_form_become_logits(form: str):
     assert module(x[:2]).__class__ is Outputs(form)(x[:2]).__class__, "the user's module stays as it is"
 
 
-def test_a_sigmoid_that_is_not_called_is_left_alone():
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_final_sigmoid_is_undone_if_it_is_called(is_called: bool):
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head, self.for_users = nn.Linear(48, 1, bias=False), nn.Sigmoid()
+            self.head, self.last = nn.Linear(48, 1, bias=False), nn.Sigmoid()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x.flatten(1))  # 0 for a black image, as a probability may be
+            logits = self.head(x.flatten(1))  # 0 for a black image, as a probability may be
+            return self.last(logits) if is_called else logits
 
-    said: list[str] = []
-    recipe = Recipe(model="net", image_size=4, epochs=1, batch_size=1, loss="binary-cross-entropy")
-    heads.ensure_logits(Net(), "net", recipe, 1, said.append)
-    assert said == []
-
-
-def test_a_final_sigmoid_is_undone():
-    module: Any = nn.Sequential(nn.Flatten(), nn.Linear(48, 1), nn.Sigmoid())
+    said, module, x = list[str](), Net(), torch.randn(6, 3, 4, 4)
     recipe = Recipe(model="python:Net", image_size=4, epochs=1, batch_size=2, loss="binary-cross-entropy")
-    x = torch.randn(6, 3, 4, 4)
-    torch.testing.assert_close(build_model(recipe, 2, module=module)(x), module[:2](x))
+    found = build_model(recipe, 2, module=module, report=said.append)(x)
+    torch.testing.assert_close(found, module.head(x.flatten(1)))
+    assert len(said) == is_called
 
 
 # --- fast-cnn ---
-
-
-@pytest.mark.parametrize(("size", "channels"), [(4, 1), (8, 5), (28, 1), (48, 3), (64, 3), (224, 3)])
-def test_fast_cnns_take_images_of_any_size(size: int, channels: int):
-    net = build("fast-cnn-16", num_classes=7, image_size=size, channels=channels, seed=1)
-    assert net(torch.rand(2, channels, size, size)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("background", ["dark", "bright"])

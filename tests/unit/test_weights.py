@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp
 # --- into models ---
 
 
-PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net.", "model._orig_mod."]
+PREFIXES = ["module.", "_orig_mod.", "_orig_mod.module.", "model._orig_mod."]
 COUNT = "num_batches_tracked"
 
 

@@ -211,10 +211,7 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
 
 
 def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
-    """Return `wanted` if a timm network takes it with its published weights, as timm adapts them, else their size.
-
-    Other networks are assumed to fit.
-    """
+    """Return `wanted`, unless a timm network does not take it with its published weights: then their size."""
     published = default_shape(model_name)[1]
     is_free = not model_name.startswith("timm:") or sides(wanted) == sides(published)
     return wanted if is_free or _takes(model_name, wanted, channels) else published

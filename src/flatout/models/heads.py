@@ -2,7 +2,6 @@
 
 Heads are found numerically: a layer is the head if its input explains the logits of two random images. So a head may be
 a convolution, before or after the pooling, follow a norm or hidden layers, or be one of two whose logits are averaged.
-
 Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 """
 
@@ -52,8 +51,8 @@ class Head:
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
     """Find the head of a classifier; None if its logits are not linear in the input of a layer of its head.
 
-    In a copy of the model, the weights of candidates are set to random ones, and the logits of two random images of
-    `sides`, height and width, are compared: some networks start with zeros, which match any features.
+    Candidates in a copy of the model get random weights, since zeros, which some networks start with, match any
+    features; and the logits of two random images of `sides`, height and width, are compared.
     """
     twin, device = copy.deepcopy(model).eval(), _device(model)
     try:
@@ -153,10 +152,7 @@ def before_head(model: nn.Module, head: Head) -> Cut:
 
 @torch.no_grad()
 def set_head(model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Make the logits of a model, or of its `HeadNetwork`, equal `features @ weight.T + bias`, [K, F] and [K].
-
-    Without `Head.has_bias`, `bias` must be zeros.
-    """
+    """Make a model or a `HeadNetwork` return `features @ weight.T + bias`, [K, F] and [K]; zeros without `has_bias`."""
     layers = head.of(model)
     assert head.has_bias or not bias.any(), "the head has no bias"
     biased = sum(layer.bias is not None for layer in layers)
@@ -221,19 +217,15 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     """
     described = f"{recipe.channels}-channel images of {'x'.join(map(str, recipe.image_sides))} pixels"
     images = torch.zeros(2, recipe.channels, *recipe.image_sides, device=_device(model))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    checked = (False,) if isinstance(model, KerasModule) else (False, True)
-    last, found_last = list(model.modules())[-1], list[Any]()
-    handle = last.register_forward_hook(lambda module, arguments, output: found_last.append(output))
+    checked, found_last = (False,) if isinstance(model, KerasModule) else (False, True), list[Any]()
     try:
-        with keep_modes(model), torch.random.fork_rng(devices=[]), torch.no_grad():
-            outputs = [model.train(training)(images) for training in checked]
+        twin = copy.deepcopy(model)
+        *_, last = twin.modules()
+        last.register_forward_hook(lambda module, arguments, output: found_last.append(output))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = [twin.train(training)(images) for training in checked]
     except Exception as error:  # third-party code may raise anything
         raise InputError(f"model {name!r} fails on {described}: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        handle.remove()
-        for buffer, value in buffers:
-            buffer.copy_(value)
     for output in reversed(outputs):
         logits = _select_logits(model, (), output)
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__

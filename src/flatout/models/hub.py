@@ -158,7 +158,7 @@ def is_cached(model_name: str) -> bool:
 
 
 def _source(model_name: str) -> tuple[str, str]:
-    """Look up the repository on the hub and the URL of a model's weights; either may be empty."""
+    """Return the repository on the hub and the URL of a model's weights; either may be empty."""
     if model_name == "vgg16":
         return "", VGG16_IMAGENET_URL
     config = published_config(model_name)
@@ -280,7 +280,6 @@ def hub_transfers() -> Iterator[None]:
 
 
 def _from_url(url: str, report: Callable[[str], None]) -> Path:
-    """Download weights from a URL into torch.hub's cache."""
     from torch import hub
 
     path = Path(hub.get_dir(), "checkpoints", Path(url).name)

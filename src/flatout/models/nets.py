@@ -96,9 +96,7 @@ class ParallelCNN(Net):
     """Two padded 5x5 convolutions with ReLU and pooling, and one linear layer; PaddlePaddle's initialisation.
 
     Sources: `_get_default_param_initializer` in PaddlePaddle's `python/paddle/nn/layer/conv.py`;
-    https://www.paddlepaddle.org.cn/documentation/docs/zh/3.3/api/paddle/nn/Linear_cn.html (Xavier, bias 0);
-    https://www.paddlepaddle.org.cn/documentation/docs/en/2.4/api/paddle/fluid/initializer/XavierInitializer_en.html
-    (uniform by default).
+    https://www.paddlepaddle.org.cn/documentation/docs/zh/3.3/api/paddle/nn/Linear_cn.html (uniform Xavier, bias 0).
     """
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
@@ -128,8 +126,8 @@ class CaltechCNN(Net):
 class VGG16(Net):
     """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer instead of three.
 
-    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556), with torchvision's names. Convolutions
-    start He-normal, since so deep a net rarely trains from a Glorot start without batch normalisation.
+    Configuration D of Simonyan and Zisserman (arXiv 1409.1556), with torchvision's names. Convolutions start He-normal:
+    from a Glorot start, so deep a net without batch normalisation rarely trains.
     """
 
     def __init__(self, num_outputs: int = 4, image_size: Size = 224, channels: int = 3) -> None:
@@ -201,8 +199,8 @@ def _cosines(length: int) -> torch.Tensor:
     return torch.cos(torch.pi / length * (positions + 0.5) * positions[:, None])
 
 
-# Pure copies would propagate a digit's background, if it is the largest value, through all poolings, until a channel is
-# nearly constant. After normalisation it is rounding errors, whose gradient is thousands of times the others'.
+# Pure copies would propagate a digit's background through all poolings, until a channel is nearly constant, and the
+# gradient of its rounding errors, after normalisation, thousands of times the others'.
 COPIES_NOISE = 0.3
 
 
@@ -234,9 +232,8 @@ class _Norm(nn.BatchNorm2d):
 def _keras_resnet(num_outputs: int = 1000, image_size: Size = 224, channels: int = 3, *, depth: int) -> nn.Module:
     """Build the paper's ResNet, as in Keras: timm's, but with the stride in the first convolution of a stage.
 
-    Torch's and timm's have it in the 3x3 convolution, so their weights are incompatible: He et al.
-    (https://arxiv.org/abs/1512.03385) against
-    https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_pytorch.
+    Torch's and timm's have it in the 3x3 convolution, so their weights are incompatible: He et al. (arXiv 1512.03385)
+    against https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_pytorch.
     """
     import timm
 

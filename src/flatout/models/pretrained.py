@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,13 @@ _COUNT = ".num_batches_tracked"
 def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the recipe's weights into its model. A last layer of another size gets small random weights.
 
-    Those are the published weights of `recipe.model` (`hub.find_weights`); or, if `recipe.weights` is set, a file in
-    any format that `convert.readers` knows, or a folder with one, such as a run. If they do not fit, the model is not
-    changed.
+    Those are the published weights of `recipe.model` (`hub.find_weights`), or the file or folder `recipe.weights`, in
+    any format that `convert.readers` knows. If they do not fit, the model is not changed.
     """
     path = find_file(Path(recipe.weights)) if recipe.weights else find_weights(recipe.model, report=report)
     try:
         source = _adapted(model, recipe, read_file(path))
-        fitted = fit(model, source, path, recipe.image_sides, report)
+        _, fresh = fit(model, source, path, recipe.image_sides, report)
     except InputError as error:
         if recipe.weights:
             raise
@@ -43,7 +42,7 @@ def load_pretrained(model: nn.Module, recipe: Recipe, report: Callable[[str], No
         if (installed := find_installed(recipe.model)) and installed.path == path:
             fix = f"the file is of {installed.origin}: {installed.fix}"
         raise InputError(f"{error} ({size}); {fix}; or {FIX}") from error
-    _start_small(model, fitted.fresh, recipe.seed)
+    _start_small(model, fresh, recipe.seed)
 
 
 def _adapted(model: nn.Module, recipe: Recipe, source: SourceCheckpoint) -> SourceCheckpoint:
@@ -89,18 +88,13 @@ def _start_small(model: nn.Module, fresh: list[str], seed: int) -> None:
 # ---- fitting a file to a model ---------------------------------------------------------------------------------------
 
 
-class Fitted(NamedTuple):
-    """The head's layers that were not loaded, how the others were matched, and the model's layer -> the file's."""
-
-    fresh: list[str]
-    how: str
-    pairs: dict[str, str]
-
-
 def fit(
     model: nn.Module, source: SourceCheckpoint, path: Path, sides: tuple[int, int], report: Callable[[str], None]
-) -> Fitted:
-    """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen."""
+) -> tuple[Candidate, list[str]]:
+    """Load the weights of a file into a model, all or nothing; return how, and the head's layers that it does not have.
+
+    Only those may be missing or misshapen.
+    """
     if has_other_strides(model, [layer.name for layer in layers_of(source)]):
         raise InputError(
             f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "
@@ -114,19 +108,19 @@ def fit(
         tried.append((problems, candidate))
         if not problems:
             break
-    problems, (how, tensors, pairs) = min(tried, key=lambda one: sum(map(len, one[0].values())))
+    problems, best = min(tried, key=lambda one: sum(map(len, one[0].values())))
     if problems:
-        details = {"matched": how, "layers": pairs, **problems}
+        details = {"matched": best.how, "layers": best.pairs, **problems}
         raise InputError(f"the weights {path} do not fit the model: {described(problems)}", details)
-    loaded = _loadable(model, tensors)
+    loaded = _loadable(model, best.tensors)
     model.load_state_dict(loaded, strict=False)
     body = _without_head(model.state_dict(), model)
     missing = [n for n in model.state_dict() if n not in body and n not in loaded and not n.endswith(_COUNT)]
     fresh = [*dict.fromkeys(map(_layer, missing))]
     about = f"the head ({', '.join(fresh)}) starts fresh, since the file has none of its size"
-    matched = f", matched {how}" if pairs else ""
+    matched = f", matched {best.how}" if best.pairs else ""
     report(f"Weights from {path}: {len(loaded)} tensors{matched}; {about if fresh else 'the head included'}.")
-    return Fitted(fresh, how, pairs)
+    return best, fresh
 
 
 def _ways(model: nn.Module, source: SourceCheckpoint, sides: tuple[int, int]) -> Iterator[Candidate]:
@@ -149,10 +143,7 @@ def _misfits(model: nn.Module, tensors: Tensors) -> Differences:
 
 
 def _loadable(model: nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Select the tensors to load: all except those of head layers of another size.
-
-    So hidden layers of a head are loaded, even if the classes of the last layer differ.
-    """
+    """Select the tensors to load: all except those of head layers of another size; so hidden ones are loaded."""
     own, body = model.state_dict(), _without_head(tensors, model)
     head = (tensors.keys() | own.keys()) - body.keys() - _without_head(own, model).keys()
     theirs, ours = ({name: tuple(state[name].shape) for name in head & state.keys()} for state in (tensors, own))
@@ -165,10 +156,7 @@ def _layer(name: str) -> str:
 
 
 def _without_prefix(tensors: Tensors, model: nn.Module) -> Tensors:
-    """Strip the prefix that a data-parallel wrapper, torch.compile or a Lightning module gives to all names of a model.
-
-    Tensors without it, of a loss or of metrics, are left out.
-    """
+    """Strip the prefix of all names that a wrapper gives them, and leave out tensors without it, such as of a loss."""
     own = model.state_dict()
     if own.keys() & tensors.keys():
         return tensors

@@ -52,16 +52,16 @@ def convert(
         shape = shape._replace(size=shape.size or size, channels=shape.channels or count)
     model, recipe = _build_for(source, model_name, shape)
     try:
-        fitted = fit(model, source, path, recipe.image_sides, report)
+        fitted, fresh = fit(model, source, path, recipe.image_sides, report)
     except InputError as error:
         if shape.size:
             raise
         hint = f"the model is built for {shown(recipe.image_size)} pixels, unless --size N or HxW says otherwise"
         raise InputError(f"{error}; {hint}", error.details) from None
-    if check and fitted.fresh:
+    if check and fresh:
         raise InputError(f"--check {check}: the file has no head of the model, so it has no logits to compare")
     difference, absolute = _difference(model, recipe.channels, check) if check else (None, None)
-    state = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in fitted.fresh}
+    state = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in fresh}
     about = {"model": model_name, "image_size": json.dumps(recipe.image_size), "channels": str(recipe.channels)}
     save_tensors(out, state, {**about, "converted_from": source.framework})
     *_, head = head_modules(model).values()
@@ -71,7 +71,7 @@ def convert(
         "model": model_name,
         "image_size": recipe.image_size,
         "channels": recipe.channels,
-        "classes": None if fitted.fresh else len(next(head.parameters())),
+        "classes": None if fresh else len(next(head.parameters())),
         "tensors": len(state),
         "matched": fitted.how,
         "layers": fitted.pairs,

@@ -40,9 +40,7 @@ class SourceCheckpoint:
     framework: Literal["torch", "paddle", "keras"]  # determines the layout; keras includes TensorFlow
     tensors: dict[str, torch.Tensor]  # by name, `layer.kernel`, in the order of the layers if the file has one
     epsilons: dict[str, float] = field(default_factory=dict)  # of batch normalisation, by layer, if the file has them
-    channels_last: bool = (
-        False  # whether flattened feature maps were; Keras can be set to [C, H, W], with equal kernels
-    )
+    channels_last: bool = False  # whether flattened feature maps were; Keras can be set to [C, H, W]
     image: tuple[int, int, int] | None = None  # height, width and channels, if the file has them
 
 
