@@ -76,7 +76,7 @@ class KerasModule(nn.Module):
         if self.training:
             raise InputError("a Keras model is trained by XLA alone: --engine xla")
         network = self._architecture.evaluated
-        values = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict(keep_vars=True).items()}
+        values = {name: tensor.cpu().numpy() for name, tensor in self.state_dict().items()}
         logits, _ = network.model.stateless_call(
             [values[name] for name in network.trainable],
             [np.zeros(2, np.uint32) if name is None else values[name] for name in network.others],
@@ -243,8 +243,7 @@ def _named_weights(model: Any) -> dict[str, Any]:
 
     So a run's weights fit any model of the same architecture.
     """
-    named: dict[str, Any] = {}
-    numbers: Counter[str] = Counter()
+    named, numbers = dict[str, Any](), Counter[str]()
     for layer in model.layers:
         name, base = layer.name, re.sub(r"_\d+$", "", layer.name)
         if base.replace("_", "") == type(layer).__name__.removeprefix("Counting").lower():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import fnmatch
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _matching(names: list[str], spec: str) -> set[str]:
     frozen: set[str] = set()
-    for pattern in (part.strip() for part in spec.split(",")):
+    for pattern in map(str.strip, spec.split(",")):
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             is_module = pattern and any(name.startswith(f"{pattern}.") for name in names)
@@ -190,12 +191,9 @@ def set_dropout(model: nn.Module, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A model in two parts that share its parameters: `model(x) == suffix(prefix(x))`.
+    """A model in two parts that share its parameters: `model(x) == suffix(prefix(x))`."""
 
-    The prefix is frozen, deterministic and in evaluation mode.
-    """
-
-    prefix: nn.Module
+    prefix: nn.Module  # frozen, deterministic and in evaluation mode
     train_suffix: nn.Module
     eval_suffix: nn.Module
 
@@ -256,10 +254,8 @@ def _last_frozen(model: nn.Module, graph: fx.Graph) -> str:
     for node, i in position.items():
         if node.op == "output" or not _is_fixed(node, model, modules):
             break
-        if node.op == "call_module":
-            has_layer |= _has_parameters(modules[str(node.target)])
-        elif node.op == "get_attr":
-            has_layer = True
+        has_layer |= node.op == "get_attr"
+        has_layer |= node.op == "call_module" and _has_parameters(modules[str(node.target)])
         # `reach` is the last use of earlier values: if it is not after this node, the rest needs only this value.
         if reach <= i and has_layer and node.op != "get_attr":
             best = node.name
@@ -271,9 +267,7 @@ def _is_fixed(node: fx.Node, model: nn.Module, modules: dict[str, nn.Module]) ->
     if node.op == "placeholder":
         return True
     if node.op == "get_attr":
-        value: object = model
-        for name in str(node.target).split("."):
-            value = getattr(value, name)
+        value = functools.reduce(getattr, str(node.target).split("."), model)
         return not (isinstance(value, torch.Tensor) and value.requires_grad)
     if node.op == "call_module":
         module = modules[str(node.target)]

@@ -100,7 +100,7 @@ def fit_head(
                 # If few images are all classified correctly, weak regularisation lets logits grow without bound.
                 temperature = fit_temperature(answers, labels[chosen])
             out_of_fold[chosen] = answers / temperature
-        start = torch.stack(heads).mean(0) if heads else problem.zeros()
+        start = torch.stack(heads).mean(0) if heads else problem.zeros
         weight, bias = (part / temperature for part in problem.plain(problem.solve(strength, start, LAST_ITERATIONS)))
     return FittedHead(weight=weight, bias=bias, strength=strength, temperature=temperature, out_of_fold=out_of_fold)
 
@@ -135,6 +135,7 @@ class _Problem:
         self._variances, self._axes = variances.float(), axes.float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
+        self.zeros = torch.zeros(self._rows.shape[1], num_outputs)
         self._base, self._base_logits = base, torch.zeros(len(rows), 1)  # [V * N, 1], or K with a base
         if base:
             weight, bias = map(torch.from_numpy, base)
@@ -147,18 +148,13 @@ class _Problem:
         of_loss = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}
         self._curvature = of_loss.get(task.loss, 1 / max(2, num_outputs))
 
-    def zeros(self) -> torch.Tensor:
-        return torch.zeros(self._rows.shape[1], self.outputs)
-
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
         """Return the best difference from the base, [components + 1, K]; its last row is of the bias."""
-        rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
-        base = self._base_logits
-        if images is not None:
-            chosen = torch.from_numpy(images)
-            rows, targets, weights, base = rows[chosen], targets[chosen], weights[chosen], base[chosen]
+        chosen = slice(None) if images is None else torch.from_numpy(images)
+        rows, targets, base = self._rows[chosen], self._targets[chosen], self._base_logits[chosen]
+        weights = self._weights.repeat(self.views)[chosen]
         weights = weights / weights.sum()
         curvatures = [self._curvature * self._variances + strength, torch.tensor([self._curvature])]
         scale = torch.cat(curvatures).sqrt()[:, None]
@@ -213,7 +209,7 @@ def _cross_validate(
     problem: _Problem, groups: np.ndarray | None, copies: np.ndarray | None, seed: int
 ) -> tuple[float, list[torch.Tensor], np.ndarray, np.ndarray]:
     """Return the best strength, its heads by fold, and their out-of-fold logits [n, K] with the images' indices."""
-    most = min(MAX_IMAGES, int(MAX_PRODUCTS / problem.outputs / problem.zeros().shape[0]))
+    most = min(MAX_IMAGES, int(MAX_PRODUCTS / problem.outputs / len(problem.zeros)))
     chosen = np.arange(problem.count)
     if problem.count > most:
         chosen = np.sort(np.random.default_rng(seed).permutation(problem.count)[:most])
@@ -237,7 +233,7 @@ def _cross_validate(
         # Threads of folds use all cores without waiting for each other in every operation.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        first = best = tried(FIRST_STRENGTH, [problem.zeros()] * count)
+        first = best = tried(FIRST_STRENGTH, [problem.zeros] * count)
         for strengths in (WEAKER, STRONGER):
             for strength in strengths if best is first else ():
                 if (found := tried(strength, best.heads)).loss >= best.loss:
@@ -293,10 +289,7 @@ class HeadStage:
     def evaluation(
         self, split: str, task: Task, *, with_logits: bool = False, known: FeatureStats | None = None
     ) -> Evaluation:
-        """Return the evaluation of a split; of validation images, by heads that have not seen them.
-
-        It has the features' distances from the `known` ones, those of the training images.
-        """
+        """Return the evaluation of a split, of validation images by heads that have not seen them."""
         logits, labels = self._unseen_logits(split), self.labels[split]
         return Evaluation(
             task=task,
@@ -357,10 +350,9 @@ class HeadStage:
         if split != "valid" or split not in self.fitted_splits:
             return self._logits(split, self.fitted)
         out_of_fold = torch.from_numpy(self.fitted.out_of_fold[-len(self.labels["valid"]) :])
-        is_left_out = out_of_fold.isnan().any(dim=1, keepdim=True)
-        if not is_left_out.any():
+        if self.training_only is None:
             return out_of_fold
-        assert self.training_only is not None
+        is_left_out = out_of_fold.isnan().any(dim=1, keepdim=True)
         return torch.where(is_left_out, self._logits("valid", self.training_only), out_of_fold)
 
 

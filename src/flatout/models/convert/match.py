@@ -5,9 +5,9 @@ Shape letters: N images, C channels, H height, W width.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from flatout.models.layers import keep_modes
 from flatout.models.weights import Tensors
 
 Kind = Literal["conv", "linear", "norm", "other"]
-_Value = TypeVar("_Value")
 
 # The frameworks' names for the tensors of a layer, and torch's. Paddle's static graphs number them: w_0, b_0, w_1.
 _ROLES = {
@@ -52,12 +51,12 @@ def layers_of(source: SourceCheckpoint) -> list[Layer]:
     """Group the tensors of a file into layers, in their order."""
     layers = []
     for name, tensors in _grouped(source.tensors).items():
-        kind, weight = _kind_of(tensors), tensors.get("weight")
-        if weight is not None and kind == "linear" and source.framework != "torch":
-            tensors["weight"] = weight.t()
-        elif weight is not None and kind == "conv" and source.framework == "keras":
+        kind = _kind_of(tensors)
+        if kind == "linear" and source.framework != "torch":
+            tensors["weight"] = tensors["weight"].t()
+        elif kind == "conv" and source.framework == "keras":
             # [H, W, in, out] to [out, in, H, W], in any number of dimensions.
-            tensors["weight"] = weight.permute(-1, -2, *range(weight.ndim - 2))
+            tensors["weight"] = tensors["weight"].permute(-1, -2, *range(tensors["weight"].ndim - 2))
         is_resnet = source.framework == "keras" and _KERAS_RESNET_NORM.match(last_part(name))
         usual = _KERAS_RESNET_EPSILON if is_resnet else _EPSILON[source.framework]
         layers.append(Layer(name, kind, tensors, source.epsilons.get(last_part(name), usual)))
@@ -193,7 +192,7 @@ def has_other_strides(model: nn.Module, names: Collection[str]) -> bool:
     return isinstance(first, nn.Conv2d) and first.stride == (1, 1)
 
 
-def to_timm_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+def to_timm_names(model: nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]:
     """Rename tensors as in a model of timm's; names of no known family are kept."""
     _, name_of = _family(model)
     renamed = {}
