@@ -153,9 +153,9 @@ def test_refused_npz(tmp_path: Path, arrays: dict[str, Any], message: str):
 # IDX
 
 
-def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    c.write(folder / "train-images-idx3-ubyte", c.idx_bytes(images))
-    c.write(folder / "train-labels-idx1-ubyte", c.idx_bytes(labels))
+def write_idx(folder: Path, images: np.ndarray, labels: np.ndarray, before: str = "train-") -> None:
+    c.write(folder / f"{before}images-idx3-ubyte", c.idx_bytes(images))
+    c.write(folder / f"{before}labels-idx1-ubyte", c.idx_bytes(labels))
 
 
 BYTES = LABELS.astype(np.uint8)

@@ -32,25 +32,24 @@ ALIGNMENT = 64
 # Ranks connect simultaneously; one that does not within this time is lost.
 CONNECT_SECONDS = 60.0
 
-_SUM, _READY, _DONE = 0, 1, 2
-_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
+_SUM, _READY, _DONE = range(3)
 
 
 class SharedMemory:
     """The shared memory of all ranks, which are on one host's CPU.
 
-    Every rank writes its numbers into its own row, signals that, waits for the others' signals, and adds up the rows in
-    rank order, so that results are bitwise equal. Rows are double-buffered: a rank cannot reach the third use before
-    all others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it after
-    the memory written before it, and a rank that dies closes its end, which the others notice at once.
+    Every rank writes its numbers into a row, signals that, waits for the others, and adds up the rows in rank order, so
+    that results are bitwise equal. Rows are double-buffered: no rank reaches the third use before all have finished the
+    first. A signal is a byte on a Unix socket: the kernel orders it after the memory written before it, and the death
+    of a rank is noticed at once.
     """
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
         self._watch, self._barrier, self._timeout = world.watch, world.barrier, world.timeout
         self._peers = _connect(world)
-        self._received = {peer: [0, 0, 0] for peer in self._peers}
-        self._sent = [0, 0, 0]
+        self._received = {peer: [0] * 3 for peer in self._peers}
+        self._sent = [0] * 3
         self._spin = SPIN_SECONDS if usable_cores() >= self.size else 0.0
         self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
 
@@ -67,7 +66,6 @@ class SharedMemory:
 
     def buckets(self, sizes: Sequence[tuple[int, torch.dtype]]) -> "list[Bucket]":
         """See `World.buckets`."""
-        # Bytes of a row.
         rooms = [-(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT for size, dtype in sizes]
         blocks = self._allocate(2 * self.size * sum(rooms)).split([2 * self.size * room for room in rooms])
         rows = [block.view(2, self.size, -1).view(dtype) for block, (_, dtype) in zip(blocks, sizes, strict=True)]
@@ -78,38 +76,36 @@ class SharedMemory:
         self._sent[event] += 1
         for peer, connection in self._peers.items():
             try:
-                connection.send(_BYTES[event])
+                connection.send(bytes([event]))
             except OSError:
-                raise _lost(peer) from None
+                raise RankLost(f"rank {peer} is gone") from None
         return self._sent[event]
 
     def wait(self, event: int, times: int) -> None:
         """Wait until every other rank has reached an event `times` times."""
         for peer, received in self._received.items():
-            if received[event] < times:
-                self._wait_for_peer(peer, event, times)
+            spin_until = time.perf_counter() + self._spin
+            while received[event] < times:
+                for byte in self._read(peer, is_spinning=time.perf_counter() < spin_until):
+                    received[byte] += 1
 
-    def _wait_for_peer(self, peer: int, event: int, times: int) -> None:
-        connection, received = self._peers[peer], self._received[peer]
-        deadline = time.perf_counter() + self._spin
-        while received[event] < times:
-            is_spinning = time.perf_counter() < deadline
-            try:
-                if is_spinning:
-                    signals = connection.recv(4096, socket.MSG_DONTWAIT)
-                else:
-                    with self._watch.paused():
-                        signals = connection.recv(4096)
-            except BlockingIOError:
-                if is_spinning:
-                    continue
-                raise PeerSilent(f"rank {peer} did not answer for {self._timeout:.0f} s") from None
-            except OSError:
-                signals = b""
-            if not signals:
-                raise _lost(peer)
-            for byte in signals:
-                received[byte] += 1
+    def _read(self, peer: int, *, is_spinning: bool) -> bytes:
+        """Return the signals of a peer; unless spinning, wait for one."""
+        try:
+            if is_spinning:
+                signals = self._peers[peer].recv(4096, socket.MSG_DONTWAIT)
+            else:
+                with self._watch.paused():
+                    signals = self._peers[peer].recv(4096)
+        except BlockingIOError:
+            if is_spinning:
+                return b""
+            raise PeerSilent(f"rank {peer} did not answer for {self._timeout:.0f} s") from None
+        except OSError:
+            signals = b""
+        if not signals:
+            raise RankLost(f"rank {peer} is gone")
+        return signals
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 zeros [nbytes] shared by all ranks."""
@@ -122,7 +118,7 @@ class SharedMemory:
         else:
             _, files, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             if not files:
-                raise _lost(0)
+                raise RankLost("rank 0 is gone")
             file = files[0]
         try:
             return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
@@ -135,11 +131,7 @@ class SharedMemory:
 
 
 class Bucket:
-    """A flat tensor that torch.distributed sums over the ranks asynchronously.
-
-    Attributes:
-        input: this rank's numbers, [n], which the caller writes.
-    """
+    """A flat tensor that torch.distributed sums over the ranks asynchronously: the caller writes `input`, [n]."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.input = torch.zeros(size, dtype=dtype, device=device)
@@ -188,10 +180,6 @@ class SharedBucket(Bucket):
         return total
 
 
-def _lost(peer: int) -> RankLost:
-    return RankLost(f"rank {peer} is gone")
-
-
 def _connect(world: "World") -> dict[int, socket.socket]:
     peers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as temporary, contextlib.ExitStack() as kept:
@@ -225,7 +213,7 @@ def _connect(world: "World") -> dict[int, socket.socket]:
     for connection in peers.values():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return dict(sorted(peers.items()))
+    return peers
 
 
 def _anonymous_file(nbytes: int) -> int:

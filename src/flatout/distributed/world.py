@@ -243,33 +243,32 @@ class World:
         """Meet the other ranks; `shares_gpu` if several of this host use one GPU, which NCCL refuses."""
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
-        # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
-        try:
-            interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
-        except OSError as error:
-            raise _refused(launched, error) from None
-        for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-            if interface and (is_one_host or name not in os.environ):
-                os.environ[name] = value
+        where = os.environ.get(STORE) or f"MASTER_ADDR {launched.address}, MASTER_PORT {launched.port}"
         self.timeout = hang_timeout + _MARGIN_SECONDS
-        if dist.is_initialized():
-            # Ray Train, for one, has initialised the process group already.
-            if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
-                raise InputError(
-                    f"RANK={self.rank} and WORLD_SIZE={self.size}, but the process group that is initialised has this "
-                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: both must come from the same "
-                    "launcher"
-                )
-        else:
-            name = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
-            timeout = datetime.timedelta(seconds=self.timeout)
-            try:
+        try:
+            # gloo and NCCL listen only on the interface to the other ranks; between hosts the user may choose it.
+            interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+            for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+                if interface and (is_one_host or name not in os.environ):
+                    os.environ[name] = value
+            if not dist.is_initialized():
+                name = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
+                timeout = datetime.timedelta(seconds=self.timeout)
                 # The keys of an earlier attempt are still in the launcher's store.
                 store = PrefixStore(f"attempt_{restart_count()}", _open_store(launched))
                 dist.init_process_group(name, timeout=timeout, store=store, rank=self.rank, world_size=self.size)
-            except (dist.DistError, RuntimeError) as error:
-                raise InputError(f"{_place(launched)}: the ranks did not meet: {first_line(error)}") from None
-            self._owns_group = True
+                self._owns_group = True
+        except OSError as error:
+            # Such as that of an ordinary Kubernetes service: the store would have to listen on all interfaces.
+            fix = "MASTER_ADDR must be an address of the host of rank 0, and MASTER_PORT be free there"
+            raise InputError(f"{where}: {error.strerror}; {fix}") from None
+        except (dist.DistError, RuntimeError) as error:
+            raise InputError(f"{where}: the ranks did not meet: {first_line(error)}") from None
+        if (found := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.size):  # of Ray Train, for one
+            raise InputError(
+                f"RANK={self.rank} and WORLD_SIZE={self.size}, but the process group that is initialised has this "
+                f"process as rank {found[0]} of {found[1]}: both must come from the same launcher"
+            )
         self._objects = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.is_joined = True
         self.watch.limit, self.watch.has_left = hang_timeout, False
@@ -316,30 +315,13 @@ def _open_store(launched: Launched) -> Store:
         return FileStore(os.environ[STORE], launched.size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launched.rank:
         return TCPStore(launched.address, launched.port, is_master=False)
-    try:
-        return serve_store(launched.address, launched.port)
-    except OSError as error:
-        raise _refused(launched, error) from None
-
-
-def _refused(launched: Launched, error: OSError) -> InputError:
-    # Such as that of an ordinary Kubernetes service: the store would have to listen on all interfaces.
-    fix = "MASTER_ADDR must be an address of the host of rank 0, and MASTER_PORT be free there"
-    return InputError(f"{_place(launched)}: {error.strerror}; {fix}")
-
-
-def _place(launched: Launched) -> str:
-    """Return the address of the store, for messages."""
-    return os.environ.get(STORE) or f"MASTER_ADDR {launched.address}, MASTER_PORT {launched.port}"
+    return serve_store(launched.address, launched.port)
 
 
 def serve_store(address: str, port: int) -> TCPStore:
     """Return a TCPStore that listens on one address; torch's own would listen on all. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(1024)
+    with socket.create_server(target, family=family, backlog=1024) as listener:
         port = listener.getsockname()[1]
         return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -79,9 +79,7 @@ def read_batches(
         """Return images, targets and transforms of samples [T, B]."""
         images = rows.astype(np.int32)
         if not is_resident:
-            images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
-            for positions, out in zip(rows, images, strict=True):
-                samples.read(positions, out)
+            images = samples.images_at(rows.ravel()).reshape(*rows.shape, *samples.images.shape[1:])
         own = targets[rows].astype(np.int32 if targets.dtype == np.int64 else np.float32)
         return images, own, transforms and {n: t[rows] for n, t in transforms.items()}
 

@@ -81,7 +81,7 @@ class MeshSharding:
             results, donated = (of_state, self.replicated), 0
         of_arguments = of_state, self.of_inputs(inputs), self.replicated
         jitted = jax.jit(function, in_shardings=of_arguments, out_shardings=results, donate_argnums=donated)
-        with program.matmul_precision():
+        with jax.default_matmul_precision("highest" if program.precision == "fp32" else "default"):
             return jitted.lower(state, inputs, table)
 
     def _of(self, shape: tuple[int, ...]) -> NamedSharding:

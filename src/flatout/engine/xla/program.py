@@ -3,7 +3,6 @@
 Shape letters: B batch, padded to equal parts per device, H height, W width, C channels, K outputs, N samples, V views.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class Program:
     ) -> None:
         self._task, self._augment, self._cut = task_of(recipe), Augmentation(recipe), cut
         self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
-        self._model, self._recipe, self._precision = model, recipe, precision
+        self._model, self._recipe, self.precision = model, recipe, precision
         self._groups = devices if recipe.norm == "per-device" else 1
         self._optimizer = UpdateRule(recipe.optimizer)
         self._networks: dict[tuple[bool, tuple[int, ...]], Function | KerasFunction] = {}
@@ -124,7 +123,7 @@ class Program:
 
     def _exported(self, network: nn.Module, shape: tuple[int, ...]) -> Function | KerasFunction:
         kind: Any = KerasFunction if isinstance(network, KerasModule) else Function
-        return kind(network, (example(*shape),), name=self._recipe.model, precision=self._precision)
+        return kind(network, (example(*shape),), name=self._recipe.model, precision=self.precision)
 
     def _input(self, images: Array, transforms: object, table: jax.Array | None, *, is_training: bool) -> jax.Array:
         if table is not None:
@@ -137,9 +136,6 @@ class Program:
         """Return losses, step metrics, predictions and probabilities."""
         head = head_of(self._task, class_weights, logits.shape, targets.shape[1:])
         return head({}, {}, logits.astype(jnp.float32), targets)[0]
-
-    def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
-        return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
 
     def initial_state(self) -> State:
         """Return the state before the first step, on the host."""
