@@ -103,7 +103,7 @@ def call_on_end(context: "TrainContext") -> None:
     except CallbackFailed as error:
         if context.log.failure:
             context.log.console.note(str(error))
-        context.log.failure = context.log.failure or error
+        context.log.end("", error)
 
 
 def _call(context: "TrainContext", method: str, *arguments: object) -> str:

@@ -46,7 +46,7 @@ def finish(context: TrainContext, progress: Progress) -> None:
         if not (isinstance(log.failure, Stopped) and log.failure.signal_number == signal.SIGTERM):
             known = _evaluate(context, progress, evaluations)
     except Stopped as error:
-        log.stopped, log.failure = log.stopped or f"{error.how} during evaluation", log.failure or error
+        log.end(f"{error.how} during evaluation", error)
         log.note(log.stopped)
     progress.evaluate_seconds += time.perf_counter() - began
     # All processes take part in these two.

@@ -151,10 +151,14 @@ class RunLog:
         # A checkpoint counts the time before it, so a restarted rank counts from here.
         is_first = restart_count() == 0
         self.seconds = dict(request.phase_seconds) if is_first else {}
-        self.stopped = ""  # why the run ended early
-        self.failure: BaseException | None = None  # the exception that it ends with
+        self.stopped = ""
+        self.failure: BaseException | None = None
         self._began = request.options.began if is_first else time.perf_counter()
         self._lap = self._began + sum(self.seconds.values())
+
+    def end(self, reason: str, failure: BaseException | None = None) -> None:
+        """Record why the run ends early, and the exception that it ends with; the first ones stay."""
+        self.stopped, self.failure = self.stopped or reason, self.failure or failure
 
     def note(self, sentence: str) -> None:
         """Print a message, and keep it for the summary."""

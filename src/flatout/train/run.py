@@ -321,13 +321,14 @@ def run_epochs(context: TrainContext, progress: Progress, budget: Budget | None)
     monitor = Monitor(context, progress, budget)
     is_sound = True
     try:
-        log.stopped = TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run()
+        log.end(TrainingLoop(context.engine, context.world, recipe, context.datasets, progress, monitor).run())
     except (RankLost, DiskFull):
         raise  # the ranks can no longer communicate
     except TrainingFailed as error:
-        log.stopped, log.failure, is_sound = f"failed: {error}", error, isinstance(error, CallbackFailed)
+        log.end(f"failed: {error}", error)
+        is_sound = isinstance(error, CallbackFailed)
     except Stopped as stopped:
-        log.stopped, log.failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+        log.end(f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped)
     log.console.finish()
     if is_sound:
         monitor.checkpoint()
