@@ -1,6 +1,7 @@
 """The models by name: layers, sizes, first weights, logits, and what is refused."""
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
+from flatout.models import heads
 from flatout.models.build import NETS, build_model, create_timm, usable_size
 from flatout.utils.errors import InputError
 from tests.nets import build
@@ -138,6 +140,7 @@ def test_binary_loss_means_two_classes():
         ("timm:resnet81", "timm has no model called 'resnet81'; nearest: timm:resnet"),
         ("timm:resnet18.a1_in2k", "timm has no weights 'a1_in2k' for resnet18; did you mean 'a1_in1k'"),
         ("timm:inception_v3", "'timm:inception_v3' fails on 3-channel images of 32x32 pixels"),
+        ("timm:mobilenetv5_300m_enc", "has no classifier; take 'timm:mobilenetv5_300m', which has one"),
         ("own.py", "write own.py:NAME"),
         ("no_such_package.nets:make", "No module named 'no_such_package'"),
     ],
@@ -272,6 +275,13 @@ def test_outputs_of_every_form_become_logits(form: str):
     assert len(sentences) == (form != "tensor")
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module(x[:2]).__class__ is Outputs(form)(x[:2]).__class__, "the user's module stays as it is"
+
+
+def test_modules_that_cannot_be_copied_or_are_complete_after_the_first_batch_are_trained_themselves():
+    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    net.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    heads.ensure_logits(net, "net", Recipe(model="net", image_size=4, epochs=1, batch_size=1), 3, lambda sentence: None)
+    assert sum(parameter.numel() for parameter in net.parameters()) == 3 * 48 + 3
 
 
 @pytest.mark.parametrize("is_called", [False, True])

@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
 def cpu_threads(ranks_here: int = 1) -> int:
     """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
 
-    Several are limited to their shares: with more threads than cores, synchronising threads are several times slower.
+    Several processes are limited to their shares: with more threads than cores, synchronising is several times slower.
     """
     share = max(1, physical_cores() // ranks_here)
     wanted = wanted_threads() or share

@@ -82,6 +82,8 @@ def check_name(name: str) -> None:
         close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
         raise InputError(f"timm has no model called {architecture!r}; {hint}")
+    if architecture.endswith("_enc") and timm.is_model(whole := architecture.removesuffix("_enc")):
+        raise InputError(f"model = {name!r}: encodes images and has no classifier; take 'timm:{whole}', which has one")
     tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")

@@ -217,15 +217,20 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     """
     described = f"{recipe.channels}-channel images of {'x'.join(map(str, recipe.image_sides))} pixels"
     images = torch.zeros(2, recipe.channels, *recipe.image_sides, device=_device(model))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checked, found_last = (False,) if isinstance(model, KerasModule) else (False, True), list[Any]()
+    *_, last = model.modules()
+    # Not on a copy: the first batch may make layers, and some modules cannot be copied.
+    handle = last.register_forward_hook(lambda module, arguments, output: found_last.append(output))
     try:
-        twin = copy.deepcopy(model)
-        *_, last = twin.modules()
-        last.register_forward_hook(lambda module, arguments, output: found_last.append(output))
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            outputs = [twin.train(training)(images) for training in checked]
+        with keep_modes(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = [model.train(training)(images) for training in checked]
     except Exception as error:  # third-party code may raise anything
         raise InputError(f"model {name!r} fails on {described}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        handle.remove()
+        for buffer, value in buffers:
+            buffer.copy_(value)
     for output in reversed(outputs):
         logits = _select_logits(model, (), output)
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__

@@ -169,10 +169,12 @@ def submodule(root: nn.Module, path: list[str]) -> nn.Module:
 @contextlib.contextmanager
 def keep_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of each module after the block."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
+    modes = {module: module.training for module in model.modules()}
+    try:
         yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def set_dropout(model: nn.Module, share: float) -> None:

@@ -235,7 +235,9 @@ def _cross_validate(
         torch.set_num_threads(1)
         first = best = tried(FIRST_STRENGTH, [problem.zeros] * count)
         for strengths in (WEAKER, STRONGER):
-            for strength in strengths if best is first else ():
+            if best is not first:
+                break
+            for strength in strengths:
                 if (found := tried(strength, best.heads)).loss >= best.loss:
                     break
                 best = found

@@ -204,7 +204,8 @@ class TorchEngine:
             recipe.optimizer, self.parameters, scales, capturable=can_capture, is_sharded=self.is_sharded
         )
         self._update = optim.plain_step(self._optimizer)
-        self._average = self._captured = self.cut = None
+        self.cut: Cut | None = None
+        self._average = self._captured = None
         self._prefix = self._compiled = None  # made when they are needed
         if recipe.ema:
             self._average = WeightAverage(model, recipe.ema, recipe.averaged_steps, is_async=is_async)
@@ -241,10 +242,9 @@ class TorchEngine:
             "a sharded model cannot be captured": self.is_sharded,
             "gloo sums gradients on the host": self.world.backend == "gloo",
         }
-        for reason in (reason for reason, holds in reasons.items() if holds):
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
             self._report(f"the step runs without a CUDA graph: {reason}")
-            return False
-        return True
+        return not reason
 
     @property
     def is_captured(self) -> bool:

@@ -112,15 +112,10 @@ def local(value: Tensor) -> Tensor:
 def gathered(named: Mapping[str, Tensor], locals: Mapping[str, Tensor] | None, world: World) -> Tensors:
     """Return whole copies on the CPU, on rank 0; of `locals`, earlier results of `local`, if given."""
     state = {}
-    for name, whole in (named if locals is None else locals).items():
-        if is_sharded(like := named[name]):
-            from torch.distributed.tensor import DTensor
-
-            assert isinstance(like, DTensor)
-            own = local(whole).to(like.device)
-            own = DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
-            # One tensor at a time: a device never holds the whole model.
-            whole = own.full_tensor()
+    for name in named if locals is None else locals:
+        value = named[name] if locals is None else _with_local(named[name], locals[name])
+        # One tensor at a time: a device never holds the whole model.
+        whole = value.full_tensor() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
         if world.is_main:
             state[name] = whole.to("cpu", copy=True).contiguous()
     return state
@@ -149,6 +144,16 @@ def is_finite(named: Mapping[str, Tensor]) -> Tensor:
 def is_sharded(value: Tensor) -> bool:
     """Whether it is a DTensor, whose module takes half a second to import."""
     return hasattr(value, "full_tensor")
+
+
+def _with_local(like: Tensor, value: Tensor) -> Tensor:
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    value = value.to(like.device)
+    return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 class WeightAverage:

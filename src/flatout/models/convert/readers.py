@@ -28,7 +28,10 @@ _IN_A_FOLDER = (
     *("weights.safetensors", "model.safetensors", "pytorch_model.bin"),
     *("variables/variables.index", "model.weights.h5"),
 )
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+# The start of torch's files that are not zip files: a pickle of this number.
+_TORCH_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 # Common keys of a model's weights in larger checkpoints.
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params")
 
@@ -91,7 +94,9 @@ def read_file(path: Path) -> SourceCheckpoint:
         return _read_hdf5(path, path, None)
     if path.suffix == ".keras" or _KERAS_WEIGHTS in _zip_sizes(path):
         return _read_keras(path)
-    return _read_paddle(path) if path.suffix == ".pdparams" else _read_torch(path)
+    is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
+    is_paddle = path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES)
+    return _read_paddle(path) if is_paddle else _read_torch(path)
 
 
 def _zip_sizes(path: Path) -> dict[str, int]:
