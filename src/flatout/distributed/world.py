@@ -321,7 +321,10 @@ def _open_store(launched: Launched) -> Store:
 def serve_store(address: str, port: int) -> TCPStore:
     """Return a TCPStore that listens on one address; torch's own would listen on all. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(target, family=family, backlog=1024) as listener:
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(1024)
         port = listener.getsockname()[1]
         return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -120,8 +120,8 @@ def _call(context: "TrainContext", method: str, *arguments: object) -> str:
                 traceback.print_exception(error, file=sys.stderr)
             # The first frame is this one.
             frame = traceback.extract_tb(error.__traceback__)[:2][-1]
-            where, what = f"{frame.filename}, line {frame.lineno}", f"{type(error).__name__}: {error}"
-            outcome = CallbackFailed(f"the callback {name} raised {what} ({where})")
+            text = "".join(traceback.format_exception_only(error)).strip()
+            outcome = CallbackFailed(f"the callback {name} raised {text} ({frame.filename}, line {frame.lineno})")
             outcome.__cause__ = error
             break
     if context.options.callbacks:

@@ -66,6 +66,7 @@ class TrainingLoop:
     hooks: LoopHooks
 
     def __post_init__(self) -> None:
+        self._ticked = time.perf_counter()  # the time up to which training is counted
         self._images = len(self.splits["train"].samples)
         self._steps = steps_per_epoch(self._images, self.recipe.batch_size, self.recipe.drop_last)
         recipe, samples = self.recipe, self.splits["train"].samples

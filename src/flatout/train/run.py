@@ -350,11 +350,13 @@ def run_epochs(context: TrainContext, progress: Progress, budget: Budget | None)
 def _train_and_return_callbacks(
     console: Console, world: World, request: TrainRequest
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the folder and the attributes of the callbacks, which a child process sends to this one."""
-    folder, attributes = train_on_rank(console, world, request), [vars(one) for one in request.options.callbacks]
+    """Return the folder and, from a child process, the attributes of the callbacks."""
+    folder = train_on_rank(console, world, request)
+    if launched() is None or not world.is_main:
+        return folder, []
+    attributes = [vars(one) for one in request.options.callbacks]
     try:
-        if launched() is not None:
-            cloudpickle.dumps(attributes)
+        cloudpickle.dumps(attributes)
     except Exception as error:  # users' objects may raise anything
         console.note(f"the attributes of the callbacks stay in the process of rank 0: {error}")
         return folder, []
@@ -516,7 +518,7 @@ def start_engine(
     formats, operations = precisions(options.engine, world), 0
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})
-    elif recipe.precision == "auto" and "bf16" in formats:
+    elif is_new and recipe.precision == "auto" and "bf16" in formats:
         if found := precision_of_gpu(formats, model, recipe):
             chosen, operations = found
             reason = f"{operations / 1e6:,.1f} million multiply-adds per image"
@@ -527,7 +529,7 @@ def start_engine(
             )
         log.note(f"precision = {chosen}: {reason}")
         recipe = recipe.override({"precision": chosen})
-    if recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
+    if is_new and recipe.tune == "auto" and recipe.epochs and formats[:1] == ["tf32"]:
         operations = operations or multiply_adds(model, recipe.image_sides, recipe.channels)
         steps = recipe.total_steps(steps_per_epoch(len(splits["train"]), recipe.batch_size, recipe.drop_last))
         is_long = is_worth_tuning(operations, steps * recipe.batch_size, options.seconds)

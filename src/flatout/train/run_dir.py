@@ -49,8 +49,7 @@ def check(options: Options) -> None:
     if options.resume and options.out is None:
         raise InputError("resume needs out, the run folder to continue")
     if options.hosts.most == 1 and launched() is None:
-        with contextlib.suppress(OSError):  # `claimed` says what is wrong
-            _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
+        _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
@@ -59,14 +58,13 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 
     It is removed if it is new, and stays empty or the run ends through wrong input or the user before training.
     """
-    name = default_folder(job)
-    numbered = (Path(f"{name}-{number}") for number in itertools.count(2))
-    folder = out or next(path for path in itertools.chain([name], numbered) if not path.exists())
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    _check_content(out, resume=resume, overwrite=overwrite)
+    target = out or Path("runs/new")
+    existed = {path for path in (target, *target.parents) if path.exists()}
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.callback(_remove_empty, made)
+            folder = _make(out, job)
+            stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
             stack.enter_context(_locked(folder))
             _check_content(folder, resume=resume, overwrite=overwrite)
             is_new = _is_empty(folder)
@@ -86,8 +84,11 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
 def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise InputError("--resume and --overwrite contradict each other: give one of them")
-    if folder is None or not folder.exists() or _is_empty(folder):
-        return
+    try:
+        if folder is None or not folder.exists() or _is_empty(folder):
+            return
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
     if not (folder / run_files.RECIPE).is_file():
@@ -97,6 +98,18 @@ def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> Non
 
 def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and all(path.name == run_files.LOCK for path in folder.iterdir())
+
+
+def _make(out: Path | None, job: str) -> Path:
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    name = default_folder(job)
+    for folder in itertools.chain([name], (Path(f"{name}-{number}") for number in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):  # of a run that began in the same second
+            folder.mkdir(parents=True)
+            break
+    return folder
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -37,7 +37,10 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
     `content` is its bytes, or a function that writes the path it is given. Raises DiskFull or InputError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = None
     try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            descriptor = lock(temporary)  # so that it is not swept
         if callable(content):
             # Some writers create files readable only by their owner; apply the umask instead.
             temporary.touch()
@@ -55,15 +58,19 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
             raise DiskFull(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
         raise InputError(f"{path}: cannot be written: {reason}; fix that, or choose another --out") from None
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the folder itself may be missing
             temporary.unlink()
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def sweep_temporary_files(folder: Path) -> None:
-    """Remove files that killed processes were writing, from a folder that only this process writes to."""
+    """Remove temporary files of killed processes from a folder and its subfolders."""
     for path in folder.rglob(_TEMPORARY):
-        with contextlib.suppress(OSError):
-            path.unlink()
+        with contextlib.suppress(OSError):  # a process is writing it
+            descriptor = lock(path, wait=False)
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def printable(name: object) -> str:
