@@ -279,7 +279,7 @@ def test_outputs_of_every_form_become_logits(form: str):
 
 def test_modules_that_cannot_be_copied_or_are_complete_after_the_first_batch_are_trained_themselves():
     net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
-    net.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    vars(net)["lock"] = threading.Lock()
     heads.ensure_logits(net, "net", Recipe(model="net", image_size=4, epochs=1, batch_size=1), 3, lambda sentence: None)
     assert sum(parameter.numel() for parameter in net.parameters()) == 3 * 48 + 3
 

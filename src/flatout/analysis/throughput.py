@@ -303,12 +303,16 @@ def _train(spec: str, recipe: Path, folder: Path) -> None:
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
     """Wait for the run; signals are forwarded to it, and it can finish its checkpoint before this process ends."""
-    try:
-        return child.wait()
-    except BaseException as error:
-        child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
-        _wait(child)
-        raise
+    stopped: BaseException | None = None
+    while child.returncode is None:
+        try:
+            child.wait()
+        except BaseException as error:
+            child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            stopped = stopped or error
+    if stopped is not None:
+        raise stopped
+    return child.returncode
 
 
 def _figures(folder: Path) -> JsonObject:
@@ -358,9 +362,10 @@ def _cells(row: JsonObject) -> dict[str, str]:
     def cell(key: str, text: Callable[[float], str]) -> str:
         return "-" if row[key] is None else text(row[key])
 
+    threads = f" x {_threads(row)}" if _threads(row) else ""
     return {
         "devices": row["devices"],
-        "processes x threads": f"{row['world_size']}{f' x {_threads(row)}' if _threads(row) else ''}",
+        "processes x threads": f"{row['world_size']}{threads}",
         "images per second": cell("images_per_second", "{:,.0f}".format),
         "speed-up": cell("speed_up", "{:.2f}".format),
         "efficiency": cell("efficiency", "{:.0%}".format),

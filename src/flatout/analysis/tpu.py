@@ -29,7 +29,7 @@ from flatout.engine.xla.devices import require, require_compiler
 from flatout.models.build import build_model
 from flatout.tasks import task_of
 from flatout.utils.console import Console
-from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.errors import DiskFull, InputError, first_line
 from flatout.utils.host import installed
 from flatout.utils.run_files import JsonObject, write_json
 
@@ -268,7 +268,12 @@ def devices_of(topology: Topology) -> list[Any]:
     if topology.chips == 1:
         # libtpu assumes four chips per host.
         options["chips_per_host_bounds"] = (1, 1, 1)
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+    except Exception as error:  # libtpu's errors have no type of their own
+        reason = first_line(error)
+        raise InputError(f"--topology {topology.name}: not supported by the installed libtpu ({reason})") from error
+    return list(described.devices)
 
 
 def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: int) -> CompiledStep:

@@ -278,6 +278,8 @@ def export(run: "Run", out: str | Path, *, data: object = None, console: Console
                 f"export than from the run ({100 * equal:.2f} % equal, {100 * MIN_EQUAL:g} % are required); "
                 f"the largest difference is {figures['largest_difference']:.3g}; no file was kept"
             )
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
         seconds: JsonObject = {"export_seconds": written - started, "verify_seconds": time.monotonic() - written}
         size = temporary.stat().st_size
         results.append(Exported(out=out, format=FORMAT, bytes=size, split=split, **figures, **seconds))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,8 @@ from flatout.engine import augment, pixels
 from flatout.inference.calibration import COVERAGE_STEPS, MIN_COVERAGE, MIN_IMAGES, set_threshold
 from flatout.models.keras import KerasModule
 from flatout.report.pictures import overlaid
-from flatout.utils.errors import InputError
-from flatout.utils.files import check_free, default_folder, make_folder, write_atomically
+from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.files import NO_SPACE, check_free, default_folder, make_folder, write_atomically
 from flatout.utils.run_files import JsonObject, visible
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def predict(
         note(run.calibration.remark)
     folder = None if explain is None else Path(explain or default_folder("explain"))
     check_free(folder, "--explain")
-    recipe, named, count = run.recipe, _named(images, run.recipe), 0
+    recipe, named, count, answered = run.recipe, _named(images, run.recipe), 0, 0
     bad: list[str] = []
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(named, min(_MAX_AT_ONCE, recipe.batch_size))):
@@ -131,9 +131,9 @@ def predict(
                 bad += [f"{one.file}: {one.error}" for one in decoded if isinstance(one, Prediction)]
             readable = [one for one in decoded if not isinstance(one, Prediction)]
             if not bad:  # else the rest is decoded only to name every bad file
-                fields = iter(_answers(run, readable, top, tta, coverage, folder, start=count) if readable else ())
+                fields = iter(_answers(run, readable, top, tta, coverage, folder, start=answered) if readable else ())
                 yield from (one if isinstance(one, Prediction) else Prediction(**next(fields)) for one in decoded)
-            count += len(batch)
+            count, answered = count + len(batch), answered + len(readable)
     if bad:
         raise InputError("\n".join(["these images cannot be read:", *bad]))
     if not count:
@@ -197,11 +197,14 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
     columns = ["file", *columns, "unknown", "set", "explanation", "error"]
     if path.exists():
         raise InputError(f"{path}: exists; choose another --csv, or remove it")
+    # Wrong arguments are reported before there is a file.
+    predictions = iter(predictions)
+    first = list(islice(predictions, 1))
     try:
         with path.open("x", newline="", encoding="utf-8", errors="backslashreplace") as file:
             table = csv.DictWriter(file, columns, extrasaction="ignore")
             table.writeheader()
-            for one in predictions:
+            for one in chain(first, predictions):
                 table.writerow(_row(one))
                 counts["images"] += 1
                 counts["unreadable"] += one.error is not None
@@ -209,8 +212,10 @@ def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top:
         path.unlink()
         raise
     except OSError as error:
-        fix = "free disk space, or choose another --csv"
-        raise InputError(f"{path}: cannot be written: {error.strerror}; {fix}") from None
+        message = f"{path}: cannot be written: {error.strerror}"
+        if error.errno in NO_SPACE:
+            raise DiskFull(f"{message}; free disk space") from None
+        raise InputError(f"{message}; choose another --csv") from None
     return counts
 
 

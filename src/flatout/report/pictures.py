@@ -154,7 +154,8 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: JsonObject, quantity: str,
             marker="o" if len(epochs) <= 12 else "", markersize=3.5, solid_capstyle="round",
         )  # fmt: skip
     if not drawn:
-        axes.set_xlabel("no finite values")
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no finite values", transform=axes.transAxes, ha="center", va="center", color=style.MUTED)
         return
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.set_xlim(-0.1 if by_step else epochs[0] - 0.5, epochs[-1] + (0.1 if by_step else 0.5))
