@@ -374,7 +374,7 @@ def _index(
             if 2 * is_name.sum() < len(texts):
                 is_odd |= is_name
             else:  # integers may be class names, such as digits among letters
-                is_odd |= [not (n or float(text).is_integer()) for n, text in zip(is_name, texts, strict=True)]
+                is_odd |= [not (named or float(text).is_integer()) for named, text in zip(is_name, texts, strict=True)]
             refuse(is_odd, what="unlike the other labels:", fix=_IF_CLASSES)
             return tuple(texts), np.arange(len(texts)), ()
         values = np.array([int(match[1]) for match in numbers if match])

@@ -283,7 +283,10 @@ class _Launch:
         return _End(error=error, reason=reason, may_restart=not told)
 
     def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
-        """Return the rank that ended first: not because of another rank, nor by a signal of the user or the agent."""
+        """Return the rank that ended first: not because of another rank, nor by a signal of the user or the agent.
+
+        The time when a killed rank ended is not known; of several, the one with the lowest number is returned.
+        """
         if crashed := [rank for rank in ranks if rank.kind in ("crash", "memory")]:
             return min(crashed, key=lambda rank: rank.time)
         killed = [rank for rank in ranks if rank.kind == "killed" and rank.exit_code not in (0, -signal.SIGTERM)]
