@@ -371,10 +371,12 @@ def blake(content: bytes) -> bytes:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(caches, "_RESTED_NS", 10**8)
     paths = [tmp_path / f"{i:03}.bin" for i in range(200)]
     for i, path in enumerate(paths):
         path.write_bytes(f"content {i % 150}".encode())
+    time.sleep(0.15)  # a digest is remembered only when the file has rested
     return paths
 
 
@@ -405,5 +407,14 @@ def test_changed_content_of_equal_size_and_time_is_seen(files, tmp_path):
     after = digest_files(files, memo=memo)
     assert after[0] == blake(files[0].read_bytes()) != before[0]
     assert after[1:] == before[1:]
+
+
+def test_files_just_written_and_files_that_cannot_be_read_are_not_remembered(files, tmp_path, monkeypatch):
+    memo, fresh = tmp_path / "memo", tmp_path / "fresh"
+    fresh.write_bytes(b"one")
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "_RESTED_NS", 10**12)
+        digest_files([fresh], memo=memo)
     files[5].unlink()
     assert digest_files(files, memo=memo)[5] != blake(b"")
+    assert not memo.exists()

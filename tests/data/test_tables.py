@@ -148,7 +148,8 @@ def test_json_lines(folder: Path):
     assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 1], [0, 1]])
     dated = "\n".join(json.dumps({"file": i, "label": f"2020-01-0{i + 1}"}) for i in range(3))
     assert read(folder, dated, "list.jsonl").classes == ("2020-01-01", "2020-01-02", "2020-01-03")
-    refused("missing or not below", read, folder, json.dumps({"file": "a\0b/c", "label": "cat"}), "list.jsonl")
+    for name in ("a\0b/c", "\ud800/c"):
+        refused("missing or not below", read, folder, json.dumps({"file": name, "label": "cat"}), "list.jsonl")
     for line in ("[1]", "{", "[" * 100_000):
         refused(r"list\.jsonl: line 4: is not a JSON object", read, folder, f"{text}\n{line}", "list.jsonl")
 
@@ -161,6 +162,14 @@ def test_paddle_lists_with_a_list_of_ids_and_names(folder: Path):
     assert (source.classes, source.labels.tolist()) == (("cat", "dog", "emu"), [[1, 1, 0], [0, 0, 1]])
     (folder / "train_list.txt").write_text("images/0.png 1\nimages/1.png\n")
     refused(r"train_list\.txt: 2 columns are expected, but line 2 has 1", recognise(folder).read)
+
+
+def test_a_text_file_named_after_a_split_may_be_next_to_class_folders(tmp_path: Path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").touch()
+    (tmp_path / "test.txt").write_text("x/0.png 0\n")
+    assert recognise(tmp_path).kind == "class folders"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +234,7 @@ def test_classes_of_unusual_names(folder: Path, labels: list[str]):
     [
         ([f"{100 + 7 * i}" for i in range(60)], "60 different labels for 60 images, such as '100', '107', '114'"),
         ([f"a{i % 40}" for i in range(60)], "40 different labels for 60 images"),
+        (["1,5", "2,5", "3,25", "4,0"], "4 different labels for 4 images"),
         (["cat dog", "cat", "dog", "cat"], "several labels in one, or names with ' ' in them, such as 'cat dog'"),
     ],
 )

@@ -221,28 +221,32 @@ def read_ahead(samples: Split, batches: Iterable[Batch], rank: int, ranks: int) 
         yield from batches
         return
     pool = ThreadPoolExecutor(1, thread_name_prefix="flatout-ahead")
-    pending: deque[Future[None]] = deque()
+    pending: deque[list[Future[None]]] = deque()
     try:
         for batch in batches:
             for window in batch.ahead:
-                pending.append(pool.submit(_cache_rows, images, samples.rows[window[part(len(window), rank, ranks)]]))
+                rows = samples.rows[window[part(len(window), rank, ranks)]]
+                pending.append([pool.submit(_cache_rows, images, *span) for span in _spans(rows, images[:1].nbytes)])
             while len(pending) > 1:
-                pending.popleft().result()
+                for read in pending.popleft():
+                    read.result()
             yield batch
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _cache_rows(images: np.memmap, rows: np.ndarray) -> None:
-    """Read ascending rows into the file cache, and small gaps between them."""
-    row_bytes = images[:1].nbytes
+def _spans(rows: np.ndarray, row_bytes: int) -> list[tuple[int, int]]:
+    """Return the first and last row of each contiguous range to read for ascending rows; large gaps separate ranges."""
     is_far = (np.diff(rows) - 1) * row_bytes >= READ_BYTES
-    runs = np.split(rows, np.flatnonzero(is_far) + 1) if len(rows) else []
+    return [(int(run[0]), int(run[-1])) for run in np.split(rows, np.flatnonzero(is_far) + 1) if len(run)]
+
+
+def _cache_rows(images: np.memmap, first: int, last: int) -> None:
+    row_bytes = images[:1].nbytes
+    start, stop = (images.offset + row * row_bytes for row in (first, last + 1))
     with Path(str(images.filename)).open("rb", buffering=0) as file:
-        for run in runs:
-            start, stop = (images.offset + row * row_bytes for row in (int(run[0]), int(run[-1]) + 1))
-            for offset in range(start, stop, READ_BYTES):
-                os.pread(file.fileno(), min(READ_BYTES, stop - offset), offset)
+        for offset in range(start, stop, READ_BYTES):
+            os.pread(file.fileno(), min(READ_BYTES, stop - offset), offset)
 
 
 def _read_rows(images: np.memmap, rows: np.ndarray, out: np.ndarray) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ DIGEST_BYTES = 20
 # The digest of a larger file is that of its parts' digests, computed on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 _PARTS_PER_TASK = 64
+# A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
+# are stored only for files unchanged for longer than that. Ticks are 2 s at most.
+_RESTED_NS = 25 * 10**8
 
 
 class Progress(Protocol):
@@ -202,8 +206,9 @@ def _entry(path: Path) -> Entry:
 
 def remove(path: Path) -> bool:
     """Remove an entry unless a process uses or makes it; return whether it was removed."""
-    target = path.with_name(path.name.removesuffix(".partial"))
-    locks = target.with_name(f"{target.name}.lock"), target / _DESCRIPTIONS.get(path.parent.name, "")
+    target, locks = path.with_name(path.name.removesuffix(".partial")), list[Path]()
+    if path.parent.name in _KINDS:
+        locks = [target.with_name(f"{target.name}.lock"), target / _DESCRIPTIONS.get(path.parent.name, ".lock")]
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for file in filter(Path.is_file, locks):
             stack.callback(os.close, lock(file, wait=False))
@@ -229,6 +234,7 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
 
     `memo` is a folder of digests: while size, inode and times of all files are unchanged, none is read again.
     """
+    now_ns = time.time_ns()
     names = [os.path.abspath(path) for path in paths]  # type: ignore[type-var]  # noqa: PTH100 - Path.absolute keeps ".."
     stamps = list(map(_stamp, names))
     stamped = (os.fsencode(f"{stamp} {name}") for stamp, name in zip(stamps, names, strict=True))
@@ -237,9 +243,10 @@ def digest_files(paths: Sequence[object], *, memo: Path, report: Progress) -> It
         digests = known.read_bytes()
     if len(digests) != DIGEST_BYTES * len(names):
         digests = _read_digests(names, stamps, report)
-        with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
-            memo.mkdir(parents=True, exist_ok=True)
-            write_atomically(known, digests)
+        if all(changed_ns and now_ns - changed_ns > _RESTED_NS for _, _, changed_ns, _ in stamps):
+            with contextlib.suppress(OSError, InputError, DiskFull):  # the memo only saves time
+                memo.mkdir(parents=True, exist_ok=True)
+                write_atomically(known, digests)
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 

@@ -53,6 +53,8 @@ EXIF_ORIENTATION = 0x0112
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 # Tags of TIFF 6.0, and their values: grey or RGB, the kinds of alpha band, unsigned integers.
 _WIDTH, _HEIGHT = 256, 257
+# tifffile's log about damaged files becomes the reason, or is ignored.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
 
@@ -246,8 +248,6 @@ def _bands_of(file: BinaryIO) -> "TiffPage | None":
     """Return the first page of a TIFF file of several bands of 8 or 16 bits; None for others, and for damaged ones."""
     import tifffile
 
-    # Its log about damaged files becomes the reason, or is ignored.
-    logging.getLogger("tifffile").addHandler(logging.NullHandler())
     with suppress(Exception):
         page: Any = tifffile.TiffFile(file).pages.first
         if page.samplesperpixel > 1 and page.bitspersample in (8, 16) and page.sampleformat == _UNSIGNED:

@@ -273,13 +273,14 @@ def _find_task(labels: _Distinct, names: tuple[str, ...] | None, subject: str) -
             return "regression"  # which refuses texts among the numbers
         # Class indices are dense, or have many images each.
         are_spread = are_many and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts)
+    have_commas = any("," in text and _DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
     mark, is_sure = _find_separator(texts)
     if is_sure and not are_spread:
         return "multi-label"
     if mark and not are_spread:
         what = f"has several labels in one, or names with {mark!r} in them"
         texts = [text for text in texts if mark in text]
-    elif are_spread or (are_mostly_different and are_many):
+    elif are_spread or (are_mostly_different and (are_many or have_commas)):
         what = f"holds {len(texts):,} different labels for {count:,} images"
     else:
         return "single-label"
@@ -340,12 +341,14 @@ def _several(labels: _Distinct, names: tuple[str, ...] | None, locate: Locate) -
     if not any(rows):
         raise InputError(f"{locate(0)}: no image has a label")
     parts, numbers = np.unique([part for row in rows for part in row], return_inverse=True)
-    row_of_part = np.repeat(np.arange(len(rows)), list(map(len, rows)))
-    first_image = np.unique(labels.codes, return_index=True)[1][row_of_part]
-    classes, indices, notes = _index(_Distinct(parts, numbers), names, lambda i: locate(int(first_image[i])))
-    values = np.zeros((len(rows), len(classes)), np.uint8)
-    values[row_of_part, indices[numbers]] = 1
-    return Labels(task="multi-label", classes=classes, values=values[labels.codes], notes=notes)
+    lengths = np.array(list(map(len, rows)))
+    numbers_of_text = np.split(numbers, np.cumsum(lengths)[:-1])
+    images = np.repeat(np.arange(len(labels.codes)), lengths[labels.codes])
+    flat = _Distinct(parts, np.concatenate([numbers_of_text[code] for code in labels.codes]))
+    classes, indices, notes = _index(flat, names, lambda i: locate(int(images[i])))
+    values = np.zeros((len(labels.codes), len(classes)), np.uint8)
+    values[images, indices[flat.codes]] = 1
+    return Labels(task="multi-label", classes=classes, values=values, notes=notes)
 
 
 def _index(

@@ -81,7 +81,7 @@ def printable(name: object) -> str:
 def check_free(folder: Path | None, flag: str = "--out") -> None:
     """Raise InputError if an output folder, which `flag` names, is not empty."""
     try:
-        is_used = folder is not None and folder.exists() and any(folder.iterdir())
+        is_used = folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}; choose another {flag}") from None
     if is_used:

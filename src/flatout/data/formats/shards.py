@@ -35,6 +35,7 @@ _IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image
 _LABEL_KEYS = ("image/class/label", "label", "class", "target", "labels", "image/class/text")
 _TEXT_KEY = "image/class/text"
 _CLASS_LISTS = ("labels.txt", "label.labels.txt")
+_MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
 def recognise_webdataset(path: Path, options: ReadOptions) -> DataSource | None:
@@ -229,6 +230,8 @@ def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
                 raise InputError(f"{place}: {what}; get it again")
             try:
                 yield _sample(place, stream.read(length), options)
+            except UnicodeDecodeError:
+                raise InputError(f"{place}: its class is not UTF-8 text") from None
             except (ValueError, IndexError) as error:
                 if isinstance(error, InputError):
                     raise
@@ -243,7 +246,7 @@ def _sample(place: Slice, record: bytes, options: ReadOptions) -> _Sample:
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
     labels = next((features[key] for key in label_keys if features.get(key)), [])
-    if len(image) != 1 or not isinstance(image[0], slice) or not labels:
+    if len(image) != 1 or not isinstance(image[0], slice) or not labels or len(labels) > _MAX_NUMBERS:
         raise (NoLabels if len(image) == 1 and not labels else InputError)(
             f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
             f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
@@ -266,9 +269,9 @@ def _features(record: bytes) -> _Features:
         name = next((record[key].decode() for key in inside(record, entry, 1)), "")
         values = found[name] = [*inside(record, entry, 2, 1, 1)]
         for place in inside(record, entry, 2, 2, 1):  # packed or one by one
-            values += np.frombuffer(record[place], "<f4").tolist()
+            values += np.frombuffer(record[place], "<f4")[: _MAX_NUMBERS + 1].tolist()
         for int64_list in inside(record, entry, 2, 3):
-            values += _int64s(record, int64_list)
+            values += islice(_int64s(record, int64_list), _MAX_NUMBERS + 1)
     return found
 
 
@@ -318,6 +321,8 @@ def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
 
 def varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
     """Return a varint (up to ten bytes, lowest seven bits first) and the position after it."""
+    if position < stop and (number := record[position]) < 0x80:  # nearly all
+        return number, position + 1
     number = 0
     for i, byte in enumerate(record[position : min(position + 10, stop)]):
         number |= (byte & 0x7F) << 7 * i

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import IMAGE_SUFFIXES, files_in, folders_in, is_image_name, one_per_split
+from flatout.data.formats.folders import files_in, folders_in, is_image_name, one_per_split
 from flatout.data.labels import NoLabels, first_few
 from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
@@ -30,7 +30,6 @@ from flatout.utils.errors import InputError
 
 KIND, PADDLE_KIND = "CSV manifest", "PaddleClas lists"
 _LISTS = (".csv", ".tsv", ".jsonl")
-_SUFFIXES = (*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
 _IMAGE_FOLDERS = ("images", "imgs", "img")
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
@@ -82,9 +81,12 @@ def recognise_paddle(path: Path, options: ReadOptions) -> DataSource | None:
         files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
     else:
         texts = files_in(path, lambda name: name.lower().endswith(".txt"))
-        # A text file that is named after a split only may be anything.
-        lists = (file for file in texts if file.stem.lower().endswith("_list") or _begins_with_image(file))
-        files = one_per_split(path, [(split_of(file.stem.lower().removesuffix("_list")), file) for file in lists])
+        sure = [file for file in texts if file.stem.lower().endswith("_list")]
+        splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
+        lists = [(split, file) for split, file in splits if split and (file in sure or _begins_with_image(file))]
+        files = one_per_split(path, lists)
+        # A text file of that name next to class folders may be anything.
+        files = files if "train" in files or any(file in sure for file in files.values()) else {}
     return _source(PADDLE_KIND, path, files, options.with_class_list(path, ("label_list.txt", "labels.txt")))
 
 
@@ -157,12 +159,13 @@ def _parse_plain(path: Path, content: bytes) -> tuple[range, list[list[str]]] | 
     if content.count(b'"') % 2:
         return None  # pyarrow takes the rest of the file for the cell of a quotation mark that is not closed
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    delimiter = _delimiter(text)
     types = {str(i): pa.string() for _, cells in islice(_csv_rows(path, text), 1) for i in range(len(cells))}
     with suppress(pa.ArrowInvalid):
         table = pyarrow.csv.read_csv(
             pa.BufferReader(content.removeprefix(b"\xef\xbb\xbf")),
             pyarrow.csv.ReadOptions(column_names=list(types)),
-            pyarrow.csv.ParseOptions(delimiter=_delimiter(text), newlines_in_values=True),
+            pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
         )
         columns = [pc.call_function("utf8_trim_whitespace", [column]).to_pylist() for column in table.columns]
@@ -207,14 +210,16 @@ def _json_rows(path: Path, lines: io.TextIOBase) -> Iterator[tuple[int, list[str
             except (ValueError, TypeError, RecursionError):
                 need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
                 raise InputError(f"{path}: line {number}: {need}") from None
-            tables[number] = {
-                key: cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
-                for key, cell in cells.items()
-                if cell is not None
-            }
+            tables[number] = {key: _json_cell(cell) for key, cell in cells.items()}
     if keys := list(dict.fromkeys(chain.from_iterable(tables.values()))):
         yield 0, keys
         yield from ((number, [table.get(key, "") for key in keys]) for number, table in tables.items())
+
+
+def _json_cell(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 # Columns
@@ -314,7 +319,7 @@ class _Locator:
             named = [f for f in folders_in(folder) if split_of(f.name) == split or f.name.lower() in _IMAGE_FOLDERS]
             self._bases, self._where = [folder, *named], str(folder)
         self._real_bases = [base.resolve() for base in self._bases]
-        self._folders, self._files = cache(self._folders), cache(self._files)
+        self._folders, self._files, self._stems = cache(self._folders), cache(self._files), cache(self._stems)
 
     def find_all(self, rows: _Rows) -> list[str]:
         """Find the files that rows name; those missing or outside the folders are one error."""
@@ -330,11 +335,8 @@ class _Locator:
         """Return the path of a file, or an empty text."""
         parent, slash, name = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for folder in self._folders(parent or slash):
-            files = self._files(folder)
-            if name in files:
-                return files[name]
-            if len(found := [name + suffix for suffix in _SUFFIXES if name + suffix in files]) == 1:
-                return files[found[0]]
+            if found := self._files(folder).get(name) or self._stems(folder).get(name):
+                return found
         return ""
 
     def _folders(self, parent: str) -> list[str]:
@@ -355,6 +357,15 @@ class _Locator:
                 if is_file or (Path(path).is_file() and self._is_inside(Path(path))):
                     files[entry.name] = path
         return files
+
+    def _stems(self, folder: str) -> dict[str, str]:
+        """Return name without suffix -> path of the images of a folder; empty where several have one stem."""
+        stems: dict[str, str] = {}
+        for name, path in self._files(folder).items():
+            if is_image_name(name):
+                stem = name[: name.rindex(".")]
+                stems[stem] = "" if stem in stems else path
+        return stems
 
 
 # Reading
