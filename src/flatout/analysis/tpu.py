@@ -23,7 +23,6 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.data.batches import Split, evaluation_batches
 from flatout.data.cache import cache_folder
-from flatout.engine.augment import epoch_transforms
 from flatout.engine.devices import XLA_PRECISIONS, choose_precision
 from flatout.engine.xla.devices import require, require_compiler
 from flatout.models.build import build_model
@@ -280,6 +279,7 @@ def _compile(model: "nn.Module", recipe: Recipe, devices: list[Any], classes: in
     """Compile a step whose images come from the host: in device memory, all would count as read in every step."""
     import jax
 
+    from flatout.engine.augment import epoch_transforms
     from flatout.engine.xla.batches import read_batches
     from flatout.engine.xla.mesh import MeshSharding
     from flatout.engine.xla.program import Program, shapes_of
