@@ -128,7 +128,8 @@ def run_on_all_ranks(
         if launched() is None:
             request, pack = stack.enter_context(prepare_host(request, console, begins=begins))
             ranks = parse_devices(request.options.devices, request.options.engine).ranks
-            if not len(ranks.names) == request.options.hosts.most == 1 or request.options.restarts:
+            is_alone = len(ranks.names) == request.options.hosts.most == 1 and not request.options.restarts
+            if not is_alone:
                 request = replace(request, data=stack.enter_context(share(pack)))
         options = request.options
         return run_on_devices(
