@@ -132,7 +132,7 @@ class LabelErrors:
 
 
 def recipe_of_folds(recipe: Recipe) -> Recipe:
-    """Shorten a recipe so that all folds take about as long as one training, with published weights frozen."""
+    """Shorten a recipe so that all folds take about as long as one training; on published weights, only fit heads."""
     changes: dict[str, object] = {
         "epochs": max(1, int(SHARE_OF_EPOCHS * recipe.epochs)),
         "data.folds": FOLDS if recipe.epochs > 1 or recipe.pretrained else 2,
@@ -144,9 +144,7 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
     if recipe.schedule.name == "plateau":  # it needs a validation split
         changes["schedule.name"] = "constant"
     if recipe.pretrained:
-        # The heads are fitted to features.
-        changes |= {"freeze": "all-but-last-0", "linear_probe": True}
-        changes |= {f"augment.{key}": value for key, value in dataclasses.asdict(type(recipe.augment)()).items()}
+        return recipe.override({**changes, "linear_probe": True}).without_fine_tuning()
     return recipe.override(changes)
 
 
@@ -208,8 +206,8 @@ def write_errors(found: LabelErrors, out: Path) -> tuple[JsonObject, list[str]]:
         _write_csv(out / CORRECTED, ["file", "label", "split", "given"], listed)
         result |= {"corrected": str(out / CORRECTED), "applied": len(changes)}
         words = ["flatout", "train", str(out / CORRECTED), "--images", str(source.folder), "--set", "task=single-label"]
-        corrected = f"{counted(len(changes), 'label')} with a confidence of at least {CORRECTED_FROM:g} corrected"
-        lines.append(f"{corrected}; train on the result: {shlex.join(words)}")
+        line = f"{counted(len(changes), 'label')} with a confidence of at least {CORRECTED_FROM:g} corrected"
+        lines.append(f"{line}; train on the result: {shlex.join(words)}" if changes else line)
     else:
         lines.append(f"{CORRECTED} is not written: the images are not separate files in one folder")
     return result, lines
@@ -226,6 +224,8 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
     source, shown = found.source, rows[:MAX_SHOWN]
     pairs = Counter((row["given"], row["suggested"]) for row in rows)
     images = thumbnails(source, [row["index"] for row in shown])
+    epochs = found.recipe.epochs
+    training = counted(epochs, "epoch") if epochs else "fitted heads"
     return {
         "name": (source.path.name if source.path else "") or source.kind,
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
@@ -237,7 +237,7 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
             ("median confidence", f"{np.median([row['confidence'] for row in rows]):.2f}" if rows else "—"),
             ("networks agree with", f"{100 * found.agreement:.1f} %"),
             ("model", found.recipe.model),
-            ("folds × epochs", f"{found.recipe.data.folds} × {found.recipe.epochs}"),
+            ("folds", f"{found.recipe.data.folds}: {training}"),
         ],
         "tiles": [tile(image) | row for row, image in zip(shown, images, strict=True)],
         "pairs": [(given, suggested, times) for (given, suggested), times in pairs.most_common(MAX_PAIRS)],

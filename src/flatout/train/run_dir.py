@@ -209,8 +209,9 @@ def write_devices(folder: Path, devices: str) -> None:
 class Checkpoint:
     """Everything a run needs to continue, as one safetensors file, which executes no code and detects damage."""
 
-    tensors: dict[str, Any]  # the engine's state, see `Engine.state`; and that of the best epoch, if any
-    progress: Progress  # `best` is whether the tensors have the best epoch
+    tensors: dict[str, Any]  # the engine's state, see `Engine.state`; and, named by BEST, that of the best epoch
+    has_best: bool = False  # whether the tensors have the best epoch
+    progress: Progress  # without `best`
     recipe: Recipe
     data: JsonObject  # see `facts_of`
 
@@ -306,7 +307,7 @@ def restore(context: TrainContext, newest: Checkpoint) -> Progress:
     engine, tensors, progress, note = context.engine, newest.tensors, newest.progress, context.log.note
     newest.check_resumable(context.recipe, facts_of(context), note)
     best = {name.removeprefix(BEST): tensors.pop(name) for name in [*tensors] if name.startswith(BEST)}
-    if progress.best:
+    if newest.has_best:
         engine.load_state({**tensors, **best})
         progress.best = engine.snapshot(weights_only=True)
     engine.load_state(tensors)
@@ -325,9 +326,10 @@ def _read(path: Path) -> Checkpoint:
     try:
         fields = json.loads(metadata["progress"])
         fields.pop("first_steps", None)  # of older versions
-        fields |= {"counts": Counts(**fields["counts"]), "best": any(name.startswith(BEST) for name in tensors)}
+        fields["counts"] = Counts(**fields["counts"])
         return Checkpoint(
             tensors=tensors,
+            has_best=any(name.startswith(BEST) for name in tensors),
             progress=Progress(**fields),
             recipe=of_run(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
             data=json.loads(metadata["data"]),
