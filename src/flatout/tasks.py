@@ -84,16 +84,16 @@ class Task(ABC):
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
         """Return the loss of each sample, float32 [B]; without sample weights."""
 
-    def mixed(self, losses_of: Callable[[Any], Any], targets: Any, partners: Any, share_B: Any) -> Any:
+    def mixed(self, loss_of: Callable[[Any], Any], targets: Any, partners: Any, share_B: Any) -> Any:
         """Return the losses of mixtures, [B], linear in the partners' shares `share_B`.
 
         For targets that are indices, the losses are mixed instead. Arrays are torch's or JAX's.
         """
         if self.mixes_targets:
             share = share_B.reshape(-1, *[1] * (targets.ndim - 1))
-            return losses_of(targets + share * (partners - targets))
-        losses = losses_of(targets)
-        return losses + share_B * (losses_of(partners) - losses)
+            return loss_of(targets + share * (partners - targets))
+        losses = loss_of(targets)
+        return losses + share_B * (loss_of(partners) - losses)
 
     @abstractmethod
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":

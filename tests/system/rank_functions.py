@@ -54,7 +54,7 @@ def describe(console: Console, logs: Path) -> dict[str, str]:
     rank = os.environ[RANK]
     print("said before the log")
     console.note(f"rank {rank} notes")
-    console.open_log(logs / f"rank-{rank}.log")
+    console.open_log(logs / f"rank-{rank}.log", "cpu")
     os.write(1, b"written past Python\n")
     return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")}
 
@@ -77,7 +77,7 @@ def start_grandchild(console: Console) -> int:
 
 
 def fail(console: Console, logs: Path, how: str) -> None:
-    console.open_log(logs / f"rank-{os.environ[RANK]}.log")
+    console.open_log(logs / f"rank-{os.environ[RANK]}.log", "cpu")
     step(17)
     if is_main():
         time.sleep(1000)

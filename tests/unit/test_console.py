@@ -44,7 +44,7 @@ def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
 
 def test_a_full_disk_ends_no_training_by_its_log() -> None:
     console = Console()
-    console.open_log(Path("/dev/full"))
+    console.open_log(Path("/dev/full"), "cpu")
     console.note("one")
     console.close()
 

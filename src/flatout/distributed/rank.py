@@ -156,12 +156,11 @@ class _RankConsole(Console):
 
     def __init__(self, output: Path, rank: int, display: Relay | None, lines: list[tuple[str, str]]) -> None:
         super().__init__(rank=rank, display=display)
-        self.device = os.environ[DEVICE]
         self._pending += lines  # which another process's console has shown
         self._output = output
 
-    def open_log(self, path: Path) -> None:
-        super().open_log(path)
+    def open_log(self, path: Path, device: str) -> None:
+        super().open_log(path, os.environ[DEVICE])
         sys.stdout.flush()
         with path.open("ab") as log:
             log.write(self._output.read_bytes())

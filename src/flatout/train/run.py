@@ -293,8 +293,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
     world.barrier()
     log_file = context.run_dir / run_files.LOGS / f"rank-{world.rank}.log"
     try:
-        console.device = console.device or str(world.device)
-        console.open_log(log_file)
+        console.open_log(log_file, str(world.device))
     except OSError as error:
         raise InputError(f"{log_file}: cannot be written: {error.strerror}") from None
     if world.local_rank == 0:

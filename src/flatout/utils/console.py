@@ -44,17 +44,18 @@ class Display:
 class Console:
     """Prints messages and progress, and copies every message to the log of its rank once that is open.
 
-    Without a stream or a display, nothing is printed. Only rank 0 shows progress. `device` is torch's, for the log.
+    Without a stream or a display, nothing is printed. Only rank 0 shows progress.
     """
 
     def __init__(self, stream: TextIO | None = None, *, rank: int = 0, display: Display | None = None) -> None:
-        self.rank, self.device = rank, ""
+        self.rank = rank
         if stream is not None:
             # A terminal without cursor movements, such as that of Emacs, gets lines.
             is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
             display = (_NotebookBar if in_notebook() else _TerminalBar if is_terminal else Display)(stream)
         self._display = display
         self._log: io.RawIOBase | None = None
+        self._rank_and_device = ""
         self._pending: list[tuple[str, str]] = []
         self._last_shown = self._last_loss = self._started = time.monotonic()
         self._task: tuple[str, int] = ("", 0)
@@ -64,8 +65,9 @@ class Console:
         """Whether progress is drawn in place; None if nothing is shown."""
         return self._display and self._display.has_bar
 
-    def open_log(self, path: Path) -> None:
-        """Copy every line, those already printed included, to a file."""
+    def open_log(self, path: Path, device: str) -> None:
+        """Copy every line, those already printed included, to a file; each names the rank and its torch device."""
+        self._rank_and_device = f"rank {self.rank} ({device})"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("ab", buffering=0)
         self._write_pending()
@@ -125,8 +127,7 @@ class Console:
 
     def _write_pending(self) -> None:
         if self._log:
-            device = f" ({self.device})" if self.device else ""
-            lines = (f"{stamp} rank {self.rank}{device}  {text}\n" for stamp, text in self._pending)
+            lines = (f"{stamp} {self._rank_and_device}  {text}\n" for stamp, text in self._pending)
             with contextlib.suppress(OSError):  # the disk is full: training continues until a result is written
                 self._log.write("".join(lines).encode("utf-8", "backslashreplace"))
             self._pending.clear()

@@ -101,11 +101,11 @@ class Losses:
 
     def of_batch(self, logits: Tensor, targets: Tensor, source: DeviceImages, inputs: DeviceBatch) -> Tensor:
         """Return the loss of each sample, [B]; see `Task.mixed` for mixtures."""
-        losses_of = functools.partial(self.of, logits, class_weights=self._class_weights)
+        loss_of = functools.partial(self.of, logits, class_weights=self._class_weights)
         if inputs.partners is None:
-            return losses_of(targets)
+            return loss_of(targets)
         share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
-        return self._task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
+        return self._task.mixed(loss_of, targets, source.targets.index_select(0, inputs.partners), share)
 
 
 # The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
