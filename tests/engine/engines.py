@@ -21,7 +21,7 @@ def make_engine(name: str, net: nn.Module, recipe: Recipe, *, world: World | Non
     if not name.startswith("xla"):
         device = torch.device("cpu" if name == "torch" else name)
         return TorchEngine(net, recipe, world=world or World(device=device), **options)
-    from flatout.engine.xla.devices import find
+    from flatout.engine.xla.mesh import find
 
     # JAX can be started once in a process, so with all devices that any test wants.
     devices = find("cpu", range(SIMULATED))[: int(name.partition(" ")[2])]

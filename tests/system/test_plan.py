@@ -127,7 +127,7 @@ def test_without_the_compiler_the_command_that_installs_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("flatout.engine.xla.devices.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flatout.engine.devices.importlib.util.find_spec", lambda name: None)
     words = ("plan", "fashion-mnist", "--topology", "v5e:2x4", "--out", tmp_path / "out")
     assert "pip install 'flatout[tpu]'" in command(*words, code=2)
 

@@ -17,7 +17,7 @@ import torch
 
 import flatout
 from flatout.cli.main import main
-from flatout.engine.xla.devices import find
+from flatout.engine.xla.mesh import find
 from tests.conftest import Command
 from tests.system.rank_functions import FLATOUT
 from tests.system.run_files import free_port, summary, weights, write_digits

@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.config import Recipe
 from flatout.engine import devices, factory
-from flatout.engine.devices import engine_for, parse_devices, spec_of
+from flatout.engine.devices import engine_for, parse_devices, spec_of, tpu_count
 from flatout.engine.torch import accelerator
-from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
 
 Host = Callable[..., None]

@@ -23,8 +23,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.data.batches import Split, evaluation_batches
 from flatout.data.cache import cache_folder
-from flatout.engine.devices import XLA_PRECISIONS, choose_precision
-from flatout.engine.xla.devices import require, require_compiler
+from flatout.engine.devices import XLA_PRECISIONS, choose_precision, require_tpu_compiler, require_xla
 from flatout.models.build import build_model
 from flatout.tasks import task_of
 from flatout.utils.console import Console
@@ -193,7 +192,7 @@ def step_compiler(work: "Work", allow_code: bool, console: Console) -> Callable[
         if path is not None:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return CompiledStep(**json.loads(path.read_text(encoding="utf-8")))
-        require_compiler()
+        require_tpu_compiler()
         console.note(f"compiling {work.recipe.model}, batch {work.batch:,}, for {topology.name}")
         recipe = work.recipe.override({"batch_size": work.batch, "precision": precision})
         with _stoppable():
@@ -254,7 +253,7 @@ def _stoppable() -> Iterator[None]:
 @functools.cache
 def devices_of(topology: Topology) -> list[Any]:
     """Return JAX's devices of a topology, to compile for."""
-    require()
+    require_xla()
     from jax.experimental import topologies
 
     # Several compilers may run at once, also during a training.

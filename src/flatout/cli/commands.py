@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, load_recipe, with_settings
 from flatout.config.settings import Size, collapse_size, nearest, parse_setting
+from flatout.data.cache import cache_folder, entries, remove
 from flatout.distributed.environment import Hosts
+from flatout.engine.devices import available, engine_for, machine, parse_devices
 from flatout.utils.console import Console, aligned, counted
 from flatout.utils.errors import InputError
 from flatout.utils.files import check_free, default_folder, make_folder
@@ -90,11 +92,10 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     # Before imports, which take seconds.
     began = time.perf_counter()
-    from flatout.engine.devices import engine_for, parse_devices
     from flatout.train import run_dir
     from flatout.train.callbacks import callbacks_of
     from flatout.train.recipes import start_of
-    from flatout.train.request import Options, check
+    from flatout.train.request import Options, check_request
 
     engine = engine_for(args.devices, args.engine)
     options = Options(
@@ -111,7 +112,7 @@ def do_train(args: Namespace, console: Console) -> None:
     changes = changes_of(args)
     plain, is_complete = start_of(job, changes)
     run_dir.check(options)
-    check(plain, options)
+    check_request(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
         # The name alone: a URL may contain a password.
         console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
@@ -168,7 +169,6 @@ def _measured_job(
     args: Namespace, console: Console, **more: Any
 ) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
     """Return recipe, data and options of a job to measure; `more` goes to `resolve`."""
-    from flatout.engine.devices import engine_for, parse_devices
     from flatout.train.recipes import resolve
     from flatout.train.request import Options
 
@@ -352,7 +352,6 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 def _check_labels(args: Namespace, console: Console) -> Output:
     from flatout.analysis.label_errors import COST_OF_FOLDS, FOLDS, find_label_errors, write_errors
-    from flatout.engine.devices import engine_for
     from flatout.engine.factory import speeds_on
 
     check_free(args.out)
@@ -415,8 +414,6 @@ def do_pack(args: Namespace, console: Console) -> Output:
 @command("", "--clear --json", "cache --clear")
 def do_cache(args: Namespace, console: Console) -> Output:
     """Show or clear the decoded and downloaded data."""
-    from flatout.data.cache import cache_folder, entries, remove
-
     found, what = entries(), "entries"
     shown = [entry for entry in found if not args.clear or remove(entry.path)]
     if args.clear:
@@ -466,8 +463,6 @@ SHELLS = ("bash", "zsh", "fish")
 @command("", "--json", "devices")
 def do_devices(args: Namespace, console: Console) -> Output:
     """List the devices of this machine."""
-    from flatout.engine.devices import available, machine
-
     found, here = available(), machine()
     lines = [f"cpu: {here['cpu']}, {found['cpu']} cores, {here['memory_bytes'] / 2**30:.0f} GiB"]
     names = {"cuda": f" ({here['gpu']})", "tpu": " (--engine xla)"}

@@ -13,10 +13,11 @@ from flatout.cli.commands import COMMANDS, SHELLS
 from flatout.config import known_keys
 from flatout.config.jobs import builtin_jobs
 from flatout.config.settings import nearest
-from flatout.train.callbacks import TRACKERS
 from flatout.utils.errors import WRONG_INPUT
 from flatout.utils.host import installed
 
+# The keys of `train.callbacks.TRACKERS`, whose import would take as long as the rest of the help.
+TRACKERS = ("tensorboard", "wandb")
 _FLAGS: dict[str, dict[str, Any]] = {
     "--run": {"metavar": "RUN", "help": "the run folder"},
     "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL"},

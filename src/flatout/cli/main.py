@@ -15,7 +15,6 @@ from flatout.cli.flags import parse
 from flatout.distributed.environment import Launched, launched
 from flatout.utils.console import Console
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
-from flatout.utils.run_files import plain
 
 # Hostile names in data could contain terminal escape sequences.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -58,6 +57,8 @@ def _run(args: Namespace) -> None:
         console.close()
     if output is None or rank:
         return
+    from flatout.utils.run_files import plain  # imports NumPy, which the help texts do without
+
     result, lines = output
     try:
         print(json.dumps(plain(result), indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)

@@ -200,7 +200,6 @@ def upright(image_HWC: np.ndarray, orientation: int) -> np.ndarray:
 
 def _interpolated(images_NHWC: np.ndarray, rows: int, columns: int, height: float, width: float) -> np.ndarray:
     import torch
-    from torch.nn.functional import interpolate
 
     if (rows, columns) == images_NHWC.shape[1:3] == (height, width):
         return np.ascontiguousarray(images_NHWC)
@@ -216,6 +215,7 @@ def _interpolated(images_NHWC: np.ndarray, rows: int, columns: int, height: floa
     # torch derives the result's size, rounded down, from the scales. The excess keeps a product like 127.99999999 from
     # being rounded to 127, and moves no pixel.
     scale = ((rows + 1e-6) / height, (columns + 1e-6) / width)
-    resized_NCHW = interpolate(images.permute(0, 3, 1, 2), scale_factor=scale, mode="bilinear", antialias=True)
+    images_NCHW = images.permute(0, 3, 1, 2)
+    resized_NCHW = torch.nn.functional.interpolate(images_NCHW, scale_factor=scale, mode="bilinear", antialias=True)
     resized = resized_NCHW.permute(0, 2, 3, 1).numpy()
     return np.rint(resized).clip(0, 0xFFFF).astype(np.uint16) if is_wide else np.ascontiguousarray(resized)

@@ -17,18 +17,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from flatout.data.cache import temporary_folder
 from flatout.distributed.environment import Hosts
 from flatout.distributed.rank import Outcome, end_group, read_position, ready_ranks
+from flatout.distributed.rendezvous import RankFiles, Rendezvous, SeveralHosts
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import RunResult
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
 
 _LOOK_SECONDS = 0.1
 # Time after which torch's agent kills ranks that are still running after another has failed.
@@ -118,10 +119,6 @@ class _Launch:
         console: Console,
         hosts: Hosts,
     ) -> None:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-        from flatout.distributed.rendezvous import RankFiles, Rendezvous, SeveralHosts
-
         # torch logs starts and ends of processes, which flatout's messages report in one line.
         torch_log = logging.getLogger("torch.distributed.elastic")
         torch_log.propagate = False
@@ -169,8 +166,6 @@ class _Launch:
                     self._console.note(f"{end.reason}: restart {restart} of {restarts} from the newest checkpoint")
 
     def _run_once(self) -> _End:
-        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
         agent = LocalElasticAgent(self._spec, self._files, exit_barrier_timeout=_EXIT_SECONDS)
         # In the main thread, torch would replace the signal handlers permanently.
         with ThreadPoolExecutor(1) as thread:
@@ -191,9 +186,6 @@ class _Launch:
         return self._judge(self._ended_ranks(agent, result))
 
     def _of_rendezvous(self, error: BaseException) -> BaseException:
-        from torch.distributed import DistError
-        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
-
         where, rendezvous = f"--rendezvous {self._hosts.rendezvous}", self._rendezvous
         if self._signal:
             return self._signal_error()
@@ -227,7 +219,7 @@ class _Launch:
         assert self._signal is not None
         return KeyboardInterrupt() if self._signal == signal.SIGINT else Stopped(self._signal)
 
-    def _forward_signal(self, agent: "LocalElasticAgent") -> None:
+    def _forward_signal(self, agent: LocalElasticAgent) -> None:
         """Forward the user's signal once all ranks are ready; they stop after the same step."""
         if self._is_urgent:
             _end_groups(agent)
@@ -244,7 +236,7 @@ class _Launch:
 
     # --- how an attempt ended -------------------------------------------------------------------------------------
 
-    def _ended_ranks(self, agent: "LocalElasticAgent", result: "RunResult") -> list[_EndedRank]:
+    def _ended_ranks(self, agent: LocalElasticAgent, result: RunResult) -> list[_EndedRank]:
         ended = []
         for worker in agent.get_worker_group().workers:
             outcome = Outcome(kind="killed", value=RankLost("all ranks were ended"), time=time.time())
@@ -327,7 +319,7 @@ class _Launch:
         return _End(error=error, reason=reason, may_restart=not self._signal)
 
 
-def _end_groups(agent: "LocalElasticAgent") -> None:
+def _end_groups(agent: LocalElasticAgent) -> None:
     for worker in agent.get_worker_group().workers:
         if worker.id:
             end_group(worker.id)

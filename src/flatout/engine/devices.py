@@ -1,15 +1,18 @@
 """Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine."""
 
+import importlib
+import importlib.util
+import os
 import platform
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flatout.distributed.environment import wanted_threads
-from flatout.engine.xla.devices import require, tpu_count
-from flatout.utils.errors import InputError
+from flatout.utils.errors import InputError, first_line
 from flatout.utils.host import physical_cores, processor_name, usable_cores
 
 ENGINES = ("torch", "xla")
@@ -18,6 +21,12 @@ MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
 # XLA's number formats, the default first.
 XLA_PRECISIONS = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32")}
+XLA_INSTALL = "pip install 'flatout[tpu]'"
+
+# PCI device IDs of TPU chips (Google is vendor 0x1ae0), and JAX's devices per chip: v2 and v3, v4, v5p, v5e, v6e, v7x.
+# From jax/_src/hardware_utils.py.
+_GOOGLE = "0x1ae0"
+_TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
 _SPEC = re.compile(r"(?:([1-9]\d*)x)?(cpu|cuda|mps|tpu)|(cuda|tpu):(\d+(?:,\d+)*)|(auto)")
 
 
@@ -159,7 +168,7 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
 
 
 def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
-    require()
+    require_xla()
     tpus = tpu_count()
     if kind == "auto":
         kind, indices = ("tpu", tuple(range(tpus))) if tpus else ("cpu", (0,))
@@ -171,3 +180,34 @@ def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
             f"--devices {len(indices)}xcpu; to estimate the speed on TPUs: flatout plan"
         )
     return Devices(kind=kind, indices=indices, engine="xla")
+
+
+# --- XLA --------------------------------------------------------------------------------------------------------------
+
+
+def tpu_count(root: Path = Path("/")) -> int:
+    """Return the number of TPU devices of this host as JAX counts them, without starting JAX."""
+    nodes = [*root.glob("dev/accel[0-9]*"), *root.glob("dev/vfio/[0-9]*")]
+    folders = root.glob("sys/bus/pci/devices/*") if nodes else ()
+    numbers = [tuple((folder / name).read_text().strip() for name in ("vendor", "device")) for folder in folders]
+    chips = [_TPUS[device] for vendor, device in numbers if vendor == _GOOGLE and device in _TPUS]
+    chips = chips or [1 for node in nodes if node.name.startswith("accel")]
+    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
+    return sum(chips[: visible.count(",") + 1] if visible else chips)
+
+
+def require_xla() -> None:
+    """Check that the engine's packages are installed, in versions that fit."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("jax")
+            importlib.import_module("flatout.engine.xla.function").import_lowerings()
+    except Exception as error:  # incompatible versions fail in their own ways
+        raise InputError(f"--engine xla: {first_line(error)}; install what it needs: {XLA_INSTALL}") from error
+
+
+def require_tpu_compiler() -> None:
+    """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(f"the TPU compiler needs libtpu, which is not installed: {XLA_INSTALL}")

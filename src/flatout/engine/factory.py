@@ -24,7 +24,6 @@ from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, cpu_threads, parse_devices
 from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, multiply_adds, precision_of_gpu
 from flatout.engine.torch.engine import TorchEngine
-from flatout.engine.xla.devices import find
 from flatout.models.build import build_model
 from flatout.models.features import frozen_network
 from flatout.models.heads import FeatureNetwork, find_head
@@ -339,8 +338,9 @@ def make_engine(model: nn.Module, recipe: Recipe, *, engine: str, devices: str, 
     if engine == "torch":
         return TorchEngine(model, recipe, world=world, **options)
     chosen = parse_devices(devices, engine)
-    found = find(chosen.kind, chosen.indices, world)
     from flatout.engine.xla.engine import XlaEngine
+    from flatout.engine.xla.mesh import find
 
+    found = find(chosen.kind, chosen.indices, world)
     known = {name: options[name] for name in XLA_OPTIONS & options.keys()}
     return XlaEngine(model, recipe, devices=found, world=world, **known)

@@ -222,7 +222,6 @@ def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
 def _takes(model_name: str, size: Size, channels: int) -> bool:
     """Whether a timm network and its published weights take images of a size, tried on torch's meta device."""
     import torch
-    from torch import nn
 
     least = getattr(published_config(model_name), "min_input_size", None) or (3, 1, 1)
     if any(side < smallest for side, smallest in zip(sides(size), least[1:], strict=True)):
@@ -235,7 +234,7 @@ def _takes(model_name: str, size: Size, channels: int) -> bool:
     except Exception:  # timm's code may raise anything
         return False
     proj = getattr(getattr(model, "patch_embed", None), "proj", None)
-    if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride:
+    if not isinstance(proj, torch.nn.Conv2d) or proj.kernel_size != proj.stride:
         return True
     # Pixels beyond the last full patch would be ignored.
     return not any(side % patch for side, patch in zip(sides(size), proj.stride, strict=True))

@@ -62,7 +62,7 @@ class Options:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
 
 
-def check(recipe: Recipe, options: Options) -> None:
+def check_request(recipe: Recipe, options: Options) -> None:
     """Refuse options that the recipe or another launcher excludes."""
     if launched() is not None and (options.hosts.most > 1 or options.restarts):
         raise InputError(

@@ -42,7 +42,7 @@ from flatout.train.head import ENOUGH, HeadStage, fit_to_features
 from flatout.train.loop import TrainingLoop
 from flatout.train.monitor import Monitor, signals_noted, write_metrics
 from flatout.train.recipes import resolve
-from flatout.train.request import Options, Progress, RunLog, TrainContext, TrainRequest, check
+from flatout.train.request import Options, Progress, RunLog, TrainContext, TrainRequest, check_request
 from flatout.utils import run_files
 from flatout.utils.console import Console, counted
 from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
@@ -88,7 +88,7 @@ def train_job(
 def train(request: TrainRequest, console: Console) -> Path:
     """Train according to a recipe, and return the run folder; join other ranks if a launcher has started this one."""
     recipe, options = request.recipe, request.options
-    check(recipe, options)
+    check_request(recipe, options)
     if launched() is None and options.devices != "auto":
         _check_batch(recipe.batch_size, len(parse_devices(options.devices, options.engine).ranks.names))
     if options.hosts.most > 1 and options.out is None:

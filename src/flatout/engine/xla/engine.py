@@ -23,9 +23,8 @@ from flatout.engine.base import Counts
 from flatout.engine.devices import XLA_PRECISIONS, choose_precision
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.xla.batches import XlaDataset, fetch
-from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.functional import from_torch, to_torch
-from flatout.engine.xla.mesh import MeshSharding
+from flatout.engine.xla.mesh import MeshSharding, compilation_cache
 from flatout.engine.xla.program import Average, DeviceBatch, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
 from flatout.tasks import Task, task_of

@@ -1,17 +1,27 @@
-"""The sharding of a step's arrays. XLA derives the communication between devices from it.
+"""XLA's devices, and the sharding of a step's arrays over them, from which XLA derives the communication.
 
 Shape letters: B batch.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flatout.data.cache import cache_folder
+from flatout.distributed.environment import launched
+from flatout.distributed.world import World
+from flatout.engine.devices import XLA_INSTALL, tpu_count
 from flatout.engine.xla.program import DeviceBatch, Program, State
+from flatout.utils.errors import InputError, first_line
 
 AXIS = "batch"
 
@@ -97,3 +107,92 @@ def _put(arrays: object, shardings: object, make: Callable[[NamedSharding, np.nd
     if jax.process_count() == 1:
         return jax.device_put(arrays, shardings)
     return jax.tree.map(lambda sharding, part: jax.tree.map(functools.partial(make, sharding), part), shardings, arrays)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _reserved_port(address: str) -> Iterator[int]:
+    """Reserve a free port for JAX's coordinator, which shares it (SO_REUSEPORT) and is the only listener."""
+    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]
+
+
+def find(kind: str, indices: Sequence[int], world: World | None = None) -> list[Any]:
+    """Return devices of this host, or of all hosts of a joined world, grouped by host. This starts JAX.
+
+    They are of the kind `tpu`, or `cpu`: simulated on the host's cores. All processes of the world must call this.
+    """
+    wanted, launch = max(indices) + 1, launched()
+    hosts = world if world is not None and world.is_joined else None
+    if hosts and launch and not jax.distributed.is_initialized():
+        with _reserved_port(launch.address) if hosts.is_main else contextlib.nullcontext(0) as port:
+            place = f"{launch.address}:{hosts.broadcast_object(port)}"
+            with _settings(kind, wanted):
+                jax.distributed.initialize(place, hosts.size, hosts.rank, coordinator_bind_address=place)
+    try:
+        with _settings(kind, wanted):
+            found = jax.local_devices(backend=kind)
+    except RuntimeError as error:
+        raise InputError(
+            f"--devices {kind}: JAX finds no {kind.upper()} here ({first_line(error)}). A TPU can be used by one "
+            f"process at a time; a matching driver comes with {XLA_INSTALL}; to simulate devices: --devices 8xcpu"
+        ) from error
+    if wanted > len(found):
+        fix = (
+            "; JAX was started in this process with that number, which cannot change; start the process with "
+            f"JAX_NUM_CPU_DEVICES={wanted} in its environment"
+        )
+        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available{fix if kind == 'cpu' else ''}")
+    own = [found[index] for index in indices]
+    if hosts is None:
+        return own
+    chosen = hosts.all_gather_object([device.id for device in own])
+    if len(set(map(len, chosen))) > 1:
+        numbers = ", ".join(str(len(ids)) for ids in chosen)
+        raise InputError(f"--devices: every host must use the same number of devices, not {numbers}")
+    devices = (device for device in jax.devices(kind) if any(device.id in ids for ids in chosen))
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+@contextlib.contextmanager
+def _settings(kind: str, count: int) -> Iterator[None]:
+    """Set JAX's start-up settings unless it has already started; they are restored afterwards."""
+    if not tpu_count():
+        # libtpu would query the cloud's metadata server for minutes.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # `find` explains errors to users.
+    logger = logging.getLogger("jax._src.xla_bridge")
+    config: Any = jax.config
+    level, platforms, cpus = logger.level, config.jax_platforms, config.jax_num_cpu_devices
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.suppress(RuntimeError):
+            config.update("jax_platforms", "cpu" if kind == "cpu" else f"{kind},cpu")
+            if kind == "cpu":
+                config.update("jax_num_cpu_devices", max(count, cpus))
+        yield
+    finally:
+        logger.setLevel(level)
+        with contextlib.suppress(RuntimeError):
+            config.update("jax_platforms", platforms)
+
+
+@contextlib.contextmanager
+def compilation_cache() -> Iterator[None]:
+    """Cache programs compiled inside in flatout's cache folder, unless the user has set JAX's own."""
+    folder = "jax_compilation_cache_dir"
+    if getattr(jax.config, folder) is not None:
+        yield
+        return
+    jax.config.update(folder, str(cache_folder() / "xla"))
+    jax_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update(folder, None)
+        jax_cache.reset_cache()
