@@ -62,7 +62,7 @@ class Work:
 def plan(
     job: str | None,
     data: str | None,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     *,
     topologies: str | None = None,
     gpus: str | None = None,
@@ -159,7 +159,7 @@ def find_work(
 
 
 def _count(
-    job: str | Recipe | None, data: str | None, changes: Mapping[str, Any], console: Console
+    job: str | Recipe | None, data: str | None, changes: Mapping[str, object], console: Console
 ) -> tuple[Recipe, int, int, str]:
     recipe, found = resolve(job, data, changes, accelerated=True, console=console, fetch=False)
     source = found.read()

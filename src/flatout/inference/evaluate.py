@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy
@@ -166,7 +166,7 @@ def _joined(results: list[Evaluation], *, own_parts: bool) -> tuple[float | None
         return first.loss, first
     if own_parts:
         names = ("labels", "predicted", "probabilities")
-        parts: dict[str, Any] = {name: np.concatenate([getattr(r, name) for r in results]) for name in names}
+        parts: dict[str, object] = {name: np.concatenate([getattr(r, name) for r in results]) for name in names}
         joined = replace(first, **parts, loss_sum=sum(result.loss_sum for result in results))
         return joined.loss, joined
     mean = np.mean([p for result in results if (p := result.probabilities) is not None], axis=0)

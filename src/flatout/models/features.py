@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class Features:
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
 
-    def catch(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def catch(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
         """Forward pre-hook that stores the input of the head."""
         if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].ndim > 1:
             self._seen.append(compact(arguments[0]))

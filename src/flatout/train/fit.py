@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def fit(
     model: "nn.Module | str | Any" = None,
-    data: Any = None,
-    labels: Any = None,
+    data: object = None,
+    labels: object = None,
     *,
-    validation_data: Any = None,
+    validation_data: object = None,
     job: str | Path | Recipe | None = None,
     out: str | Path | None = None,
     devices: str = "auto",
@@ -139,9 +139,9 @@ def fit(
     return run
 
 
-def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_changes(arguments: Mapping[str, object]) -> dict[str, object]:
     """Convert the keyword arguments of `fit` to dotted recipe keys; a unique last part, such as `lr`, is enough."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for key, value in arguments.items():
         if key == "augment" and value is None:
             value = Augment()

@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import FrameType
 
 DONE, FAILED, WRONG_INPUT, _SIGNALLED = 0, 1, 2, 128
 
@@ -67,7 +67,7 @@ class Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+def signals_handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
     """Handle signals by a function inside the block; only in the main thread."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
