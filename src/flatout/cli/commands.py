@@ -19,6 +19,7 @@ from flatout.utils.files import check_free, default_folder, make_folder
 
 if TYPE_CHECKING:
     from flatout.data.source import DataSource, ImageDataset
+    from flatout.inference.run import Run
     from flatout.train.request import Options
 
 # The result for --json, and the lines that are printed otherwise.
@@ -219,11 +220,10 @@ def do_plan(args: Namespace, console: Console) -> Output:
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
     from flatout.inference.evaluate import evaluate, prefix_of
-    from flatout.inference.run import load
     from flatout.report.page import SET_COLUMNS, prediction_sets, trust
     from flatout.tasks import describe_metrics
 
-    run = load(args.run, allow_code=args.allow_code)
+    run = _run_of(args)
     result = evaluate(run, args.data, **picked(args, "devices engine tta"), console=console)
     name = prefix_of(result["split"])
     # The mean of several models' probabilities has no loss.
@@ -240,6 +240,12 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     return result, lines
 
 
+def _run_of(args: Namespace) -> "Run":
+    from flatout.inference.run import load
+
+    return load(args.run, allow_code=getattr(args, "allow_code", False))
+
+
 @command(
     "RUN FILE...",
     "--run --top --coverage --explain --tta --on-bad-image --csv --allow-code --json",
@@ -248,9 +254,8 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
     from flatout.inference.predict import predict, write_csv
-    from flatout.inference.run import load
 
-    run = load(args.run, allow_code=args.allow_code)
+    run = _run_of(args)
     # In a table, images that cannot be read are rows.
     bad = args.on_bad_image or ("skip" if args.csv else "stop")
     flags = picked(args, "top tta coverage explain")
@@ -274,11 +279,10 @@ def do_predict(args: Namespace, console: Console) -> Output:
 def do_export(args: Namespace, console: Console) -> Output:
     """Write a run for other programs (ONNX), verified on its test images."""
     from flatout.inference.export import FORMAT, export
-    from flatout.inference.run import load
 
     if args.format not in (None, FORMAT):
         raise InputError(f"--format {args.format}: the only format is {FORMAT}")
-    done = export(load(args.run, allow_code=args.allow_code), args.out, data=args.data, console=console)
+    done = export(_run_of(args), args.out, data=args.data, console=console)
     return done.to_dict(), done.lines()
 
 
@@ -319,9 +323,8 @@ def do_board(args: Namespace, console: Console) -> None:
 def do_upload(args: Namespace, console: Console) -> Output:
     """Publish a run with a model card on the Hugging Face hub."""
     from flatout.inference.hub import format_upload, upload
-    from flatout.inference.run import load
 
-    result = upload(load(Path(args.run)), args.url, **picked(args, "private overwrite"), console=console)
+    result = upload(_run_of(args), args.url, **picked(args, "private overwrite"), console=console)
     return result, format_upload(result)
 
 
@@ -336,16 +339,14 @@ def do_upload(args: Namespace, console: Console) -> Output:
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
     from flatout.analysis.check import check, format_check
-    from flatout.data.detect import find
 
     if args.labels:
         return _check_labels(args, console)
     only_labels = ("minutes", "job", "model", "epochs", "seed", "out", "devices", "engine")
     if given := [name for name in only_labels if getattr(args, name) not in (None, "auto")]:
         raise InputError(f"--{given[0]} requires --labels")
-    recipe = _reading(args)
-    found = find(args.data, recipe.data, recipe.task, console=console)
-    result = check(found.read(), console)
+    _, data = _data_of(args, console)
+    result = check(data.read(), console)
     console.finish()
     return result, format_check(result)
 
@@ -394,14 +395,13 @@ def do_look(args: Namespace, console: Console) -> Output:
 def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
     from flatout.data.build import build_pack
-    from flatout.data.detect import find
     from flatout.data.pack import PackSettings
     from flatout.train.auto_recipe import measure_dataset
 
-    size, recipe = size_of(args.size), _reading(args)
+    size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    found = find(args.data, recipe.data, recipe.task, console=console)
+    recipe, found = _data_of(args, console)
     channels = args.channels or measure_dataset(found, accelerated=False).channels
     settings = PackSettings(**vars(recipe.data), size=size, channels=channels)
     pack = build_pack(found, settings, args.out, report=console)
@@ -426,12 +426,15 @@ def do_cache(args: Namespace, console: Console) -> Output:
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": listed}, lines
 
 
-def _reading(args: Namespace) -> Recipe:
-    """Return a recipe with the flags for reading data."""
+def _data_of(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset]":
+    """Return a recipe with the flags for reading data, and the data."""
+    from flatout.data.detect import find
+
     changes = changes_of(args)
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
         raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
-    return with_settings(changes)
+    recipe = with_settings(changes)
+    return recipe, find(args.data, recipe.data, recipe.task, console=console)
 
 
 @command(
