@@ -41,9 +41,9 @@ FORMATS: tuple[Callable[[Path, ReadOptions], DataSource | None], ...] = (
 DIGITS = "sklearn:digits"
 _EXPECTED = (
     "holds nothing that flatout recognises. It reads a folder for each class (or train/, valid/ and test/ with such "
-    "folders in each), CSV files of file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, "
-    ".npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, a .zip or .tar "
-    "archive of one of these, given itself, and packs"
+    "folders in each), lists of file,label rows (CSV, JSON lines, PaddleClas), IDX and CIFAR files, a .json or "
+    ".json.gz of three [images, labels] pairs, .npz and .npy arrays, WebDataset shards, TFRecord and Parquet files, "
+    "saved Hugging Face data sets, a .zip or .tar archive of one of these, given itself, and packs"
 )
 _NO_CLASSES = (
     "holds images but nothing that names their classes; sort them into a folder for each class, or list them in a CSV "

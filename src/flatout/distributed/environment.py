@@ -91,7 +91,9 @@ class Hosts:
         if not 0 < self.timeout < math.inf:
             raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be a number of seconds, more than 0")
         if self.most == 1 and self.rendezvous:
-            raise InputError(f"--rendezvous {self.rendezvous}: is for several hosts; add their number with --nodes")
+            raise InputError(
+                f"--rendezvous {self.rendezvous}: is for several hosts; give their number with --nodes, or leave it out"
+            )
         has_address = re.fullmatch(".+:[0-9]+", self.rendezvous) and 0 < self.address[1] < 65536
         if self.most > 1 and not has_address:
             raise InputError(
