@@ -106,7 +106,7 @@ def test_a_late_host_leaves_a_run_alone_and_a_host_that_does_not_return_ends_it(
         ({"nodes": "0"}, "--nodes 0"),
         ({"nodes": "3:2"}, "--nodes 3:2"),
         ({"nodes": "2", "rendezvous": "a"}, "--rendezvous a: --nodes 2 needs HOST:PORT"),
-        ({"rendezvous": "a:1"}, "--rendezvous a:1: is for several hosts; add their number with --nodes"),
+        ({"rendezvous": "a:1"}, "--rendezvous a:1: is for several hosts; give their number with --nodes"),
         ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],
 )
