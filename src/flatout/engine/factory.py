@@ -17,7 +17,7 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.data.batches import Batch, Split
-from flatout.distributed.environment import HANG_TIMEOUT, Hosts, Launched, launched
+from flatout.distributed.environment import HANG_TIMEOUT, STORE, Hosts, Launched, launched
 from flatout.distributed.launch import launch
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
@@ -29,7 +29,7 @@ from flatout.models.features import frozen_network
 from flatout.models.heads import FeatureNetwork, find_head
 from flatout.models.pretrained import load_pretrained
 from flatout.utils.console import Console
-from flatout.utils.errors import InputError
+from flatout.utils.errors import InputError, Stopped
 from flatout.utils.host import physical_cores, usable_cores
 
 # Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
@@ -283,7 +283,14 @@ def _join_and_call(
     console: Console, spec: str, engine: str, hang_timeout: float, function: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
     world = join(spec, engine, hang_timeout)
-    result = function(console, world, *args)
+    try:
+        result = function(console, world, *args)
+    except (InputError, Stopped, KeyboardInterrupt):
+        if STORE not in os.environ:
+            # All ranks raise these together, and torch's threads could crash the end of a process that has not left.
+            # flatout's own launcher ends its ranks itself.
+            world.leave()
+        raise
     # All hosts end together, so that none mistakes another's end for a failure.
     world.barrier()
     world.leave()
