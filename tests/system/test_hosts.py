@@ -105,7 +105,7 @@ def test_a_late_host_leaves_a_run_alone_and_a_host_that_does_not_return_ends_it(
     [
         ({"nodes": "0"}, "--nodes 0"),
         ({"nodes": "3:2"}, "--nodes 3:2"),
-        ({"nodes": "2", "rendezvous": "a"}, "--rendezvous a: --nodes 2 needs HOST:PORT"),
+        ({"nodes": "2", "rendezvous": "a"}, "--nodes 2 needs --rendezvous HOST:PORT"),
         ({"rendezvous": "a:1"}, "--rendezvous a:1: is for several hosts; give their number with --nodes"),
         ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],
@@ -251,7 +251,8 @@ def wait_for_epochs(run: Path, processes: list[subprocess.Popen[str]], epochs: i
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures_in_module")
 def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    run, length = hosts[0].folder / "run", ("--epochs", "1000", "--batch-size", "200")
+    # A low rate, since differences of rounding grow with it, and a fast machine trains over a hundred epochs here.
+    run, length = hosts[0].folder / "run", ("--epochs", "1000", "--batch-size", "200", "--lr", "0.003")
     elastic = ("1:2", "--devices", "cpu", *length, "--out", "run")
     processes = [start(hosts, rank, *elastic) for rank in (0, 1)]
     wait_for_epochs(run, processes, 2)
@@ -275,7 +276,7 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
     data = ["--data", str(hosts[0].folder / "digits.npz")]
     short = ["--epochs", str(len(epochs)), "--devices", "cpu", "--out", str(alone)]
     assert main([*TRAIN, *data, *length, *short]) == 0
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
+    assert losses(run) == pytest.approx(losses(alone), rel=2e-4)
     # Besides these epochs, at most the next one was trained, which was not evaluated.
     trained = summary(alone)["images_trained"]
     assert trained <= summary(run)["images_trained"] <= trained + trained // len(epochs)

@@ -142,7 +142,7 @@ def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
 
 def test_xla_says_that_it_leaves_a_gpu_unused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host(cuda=1)
-    said = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
+    said = "--devices auto: --engine xla does not run on GPUs, so it uses the CPU; for GPUs: --engine torch"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert chosen("auto", "xla") == ("cpu", said)
     assert chosen("2xcpu", "xla") == ("2xcpu", "")

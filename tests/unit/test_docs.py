@@ -12,11 +12,13 @@ import pytest
 from flatout import config as recipe
 from flatout.analysis.throughput import split_specs
 from flatout.analysis.tpu import parse_topologies
+from flatout.cli import flags
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
 from flatout.cli.main import main
 from flatout.config.jobs import builtin_jobs, load_job
 from flatout.config.settings import parse_setting
+from flatout.train import callbacks
 from tests import tables
 from tests.system.conftest import leave_out_pictures
 from tests.system.run_files import write_class_folders
@@ -118,6 +120,10 @@ def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_examples_of_the_help_can_be_given() -> None:
     assert all(parse(shlex.split(command.example)).command == name for name, command in COMMANDS.items())
+
+
+def test_the_help_names_every_tracker() -> None:
+    assert set(flags.TRACKERS) == set(callbacks.TRACKERS)
 
 
 def test_every_builtin_job_is_in_the_readme() -> None:

@@ -28,7 +28,7 @@ Output = tuple[Any, Sequence[str]]
 
 @dataclass(frozen=True)
 class Command:
-    """A function, whose docstring is the help text, and its words: `changes` are those to the table of flags."""
+    """A function, whose docstring is the help text; `changes` override entries of the table of flags."""
 
     do: Callable[[Namespace, Console], Output | None]
     operands: str  # such as `RUN [DATA]` or `RUN FILE...`
@@ -69,7 +69,7 @@ def changes_of(args: Namespace) -> dict[str, Any]:
 
 
 def picked(args: Namespace, names: str) -> dict[str, Any]:
-    """Return the values of flags that are also the names of arguments."""
+    """Return flags as keyword arguments, for a function whose parameters have their names."""
     return {name: getattr(args, name) for name in names.split()}
 
 
@@ -132,7 +132,9 @@ def _job_to_resume(args: Namespace) -> str | Path:
     recipe = args.out / "recipe.toml"
     if recipe.is_file():
         if args.job is not None and not is_of_job(load_recipe(recipe), args.job):
-            raise InputError(f"--resume: the run in {args.out} is not of {args.job}; remove {args.job}")
+            raise InputError(
+                f"--resume: the run in {args.out} is not of {args.job}; leave it out, or choose another --out"
+            )
         return recipe
     if args.job is None:
         raise InputError(f"--resume: {args.out} is not a run folder: it has no recipe.toml; to start it, name the job")
@@ -243,7 +245,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
 def _run_of(args: Namespace) -> "Run":
     from flatout.inference.run import load
 
-    return load(args.run, allow_code=getattr(args, "allow_code", False))
+    return load(args.run, allow_code=args.allow_code)
 
 
 @command(
@@ -323,8 +325,10 @@ def do_board(args: Namespace, console: Console) -> None:
 def do_upload(args: Namespace, console: Console) -> Output:
     """Publish a run with a model card on the Hugging Face hub."""
     from flatout.inference.hub import format_upload, upload
+    from flatout.inference.run import load
 
-    result = upload(_run_of(args), args.url, **picked(args, "private overwrite"), console=console)
+    # As a path, since only a run of this machine can be published.
+    result = upload(load(Path(args.run)), args.url, **picked(args, "private overwrite"), console=console)
     return result, format_upload(result)
 
 
@@ -357,8 +361,10 @@ def _check_labels(args: Namespace, console: Console) -> Output:
 
     check_free(args.out)
     minutes, speeds = args.minutes, speeds_on(args.devices, engine_for(args.devices, args.engine))
-    if minutes is not None and (args.job is not None or not minutes > 0):
-        raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
+    if minutes is not None and not minutes > 0:
+        raise InputError(f"--minutes {minutes:g}: must be greater than 0")
+    if minutes is not None and args.job is not None:
+        raise InputError(f"--minutes {minutes:g}: needs a generated recipe: remove --job")
     seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
     recipe, data, options = _measured_job(args, console, seconds=seconds, speeds=speeds)
     if recipe.pretrained and minutes is not None:
@@ -432,7 +438,9 @@ def _data_of(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | I
 
     changes = changes_of(args)
     if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
-        raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
+        raise InputError(
+            f"--set {others[0]}: {args.command} takes only task, and keys of the section data, such as data.images"
+        )
     recipe = with_settings(changes)
     return recipe, find(args.data, recipe.data, recipe.task, console=console)
 

@@ -72,7 +72,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "default": 120.0, "metavar": "S", "help": "wait for all hosts (120)"},
     "--hang-timeout": {"type": float, "default": 300.0, "metavar": "S", "help": "end a rank without progress (300)"},
-    "--restarts": {"type": int, "metavar": "N", "help": "from the newest checkpoint, after a loss (0 or MAX - MIN)"},
+    "--restarts": {"type": int, "metavar": "N", "help": "restart after losing a rank or host (0, or MAX - MIN)"},
 }
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",

@@ -33,23 +33,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Class and file names may have characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
+    found: Launched | None = None
     try:
+        found = launched()
         # SIGTERM ends the command as an exception does, so that locks and temporary files are removed.
         with signals_handled(_stop, signal.SIGTERM):
-            _run(args)
+            _run(args, found.rank if found else 0)
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         if not isinstance(error, Stopped):
             print(f"flatout: {message.translate(_ESCAPED)}", file=sys.stderr)
         if isinstance(error, InputError) and error.details and getattr(args, "json", False):
             print(json.dumps({"error": message, **error.details}, indent=2), flush=True)
+        if found and found.size > 1:
+            # torch's threads could crash the interpreter's exit; ending them first would wait for the other ranks.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code(error))
         return exit_code(error)
     return DONE
 
 
-def _run(args: Namespace) -> None:
+def _run(args: Namespace, rank: int) -> None:
     """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
-    rank = (launched() or Launched()).rank
     console = Console(None if rank else sys.stdout if args.command == "train" else sys.stderr, rank=rank)
     try:
         output = COMMANDS[args.command].do(args, console)

@@ -87,7 +87,9 @@ class Hosts:
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9]+(:[0-9]+)?", self.nodes) or not 1 <= self.least <= self.most:
-            raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
+            raise InputError(
+                f"--nodes {self.nodes}: must be a number of hosts, at least 1, or MIN:MAX, MIN at most MAX"
+            )
         if not 0 < self.timeout < math.inf:
             raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be a number of seconds, more than 0")
         if self.most == 1 and self.rendezvous:
@@ -97,8 +99,8 @@ class Hosts:
         has_address = re.fullmatch(".+:[0-9]+", self.rendezvous) and 0 < self.address[1] < 65536
         if self.most > 1 and not has_address:
             raise InputError(
-                f"--rendezvous {self.rendezvous}: --nodes {self.nodes} needs HOST:PORT, an address of the first host "
-                "and a port from 1 to 65535"
+                f"--nodes {self.nodes} needs --rendezvous HOST:PORT, an address of the first host and a port from 1 to "
+                f"65535, not {self.rendezvous!r}"
             )
 
     @property

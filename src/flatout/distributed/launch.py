@@ -271,7 +271,7 @@ class _Launch:
             return _End(error=first.value, reason=str(first.value), may_restart=True)
         told = hosts.reason(_REASON_SECONDS)
         reason = told or (str(first.value) if first.kind == "silent" else "the ranks of another host are gone")
-        error = TrainingFailed(f"{reason}\nThe ranks of this host were ended; see the logs of the other one.")
+        error = TrainingFailed(f"{reason}\nThe ranks of this host were ended; see the logs of the other hosts.")
         return _End(error=error, reason=reason, may_restart=not told)
 
     def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
@@ -308,7 +308,7 @@ class _Launch:
         elif cause.exit_code < 0:
             reason = f"was killed by {signal.Signals(-cause.exit_code).name} {position}"
             if cause.exit_code == -signal.SIGKILL:
-                advice = " The system does that when memory runs out: a smaller batch_size or more devices need less."
+                advice = " The system does that when memory runs out: fewer ranks or a smaller batch_size need less."
         else:
             reason = f"ended with exit code {cause.exit_code} {position}"
         reason, tail = f"{cause.name} {reason}", ""

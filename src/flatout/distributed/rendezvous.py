@@ -85,7 +85,7 @@ class SeveralHosts(Rendezvous):
         self._store.add("came", 1)
         nodes = self._store.compare_set("nodes", "", hosts.nodes).decode()
         if nodes != hosts.nodes:
-            problem = f"hosts disagree on --nodes: {nodes} and {hosts.nodes}"
+            problem = f"hosts disagree on --nodes: {nodes} and {hosts.nodes}; start all with the same"
             if self._store.add("attempts", 0):
                 self._store.add("left", 1)  # a run that has begun goes on without this host
             else:

@@ -1,6 +1,6 @@
 """The ranks of a run, one process per device, their collective operations, and control flags.
 
-Hosts and GPUs communicate by torch.distributed, CPU ranks of one host by shared memory.
+All communicate by torch.distributed; only the sums of CPU ranks on one host go through shared memory.
 """
 
 import contextlib
@@ -288,6 +288,7 @@ class World:
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
+        self._objects = None  # its threads end with it
         self.is_joined = False
 
     @contextlib.contextmanager

@@ -173,7 +173,9 @@ def _of_xla(spec: str, kind: str, indices: tuple[int, ...]) -> Devices:
     if kind == "auto":
         kind, indices = ("tpu", tuple(range(tpus))) if tpus else ("cpu", (0,))
     if kind not in ("cpu", "tpu") or (kind == "cpu" and len(indices) > MAX_SIMULATED):
-        raise InputError(f"--devices {spec}: XLA supports TPUs and at most {MAX_SIMULATED} simulated devices (8xcpu)")
+        raise InputError(
+            f"--devices {spec}: --engine xla runs on TPUs, or on at most {MAX_SIMULATED} simulated devices (8xcpu)"
+        )
     if kind == "tpu" and not tpus:
         raise InputError(
             f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "

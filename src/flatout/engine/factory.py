@@ -17,8 +17,7 @@ from torch import nn
 
 from flatout.config import Recipe
 from flatout.data.batches import Batch, Split
-from flatout.distributed.environment import HANG_TIMEOUT, STORE, Hosts, Launched, launched
-from flatout.distributed.launch import launch
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts, Launched, launched
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, cpu_threads, parse_devices
@@ -29,7 +28,7 @@ from flatout.models.features import frozen_network
 from flatout.models.heads import FeatureNetwork, find_head
 from flatout.models.pretrained import load_pretrained
 from flatout.utils.console import Console
-from flatout.utils.errors import InputError, Stopped
+from flatout.utils.errors import InputError
 from flatout.utils.host import physical_cores, usable_cores
 
 # Seconds for starting several processes, on CPUs and on GPUs, which need contexts and communicators.
@@ -78,7 +77,7 @@ def choose_processes(
     devices = parse_devices(spec, engine)
     count, is_cpu, reason = len(devices.indices), devices.kind == "cpu", ""
     if engine == "xla" and spec == "auto" and is_cpu and torch.cuda.device_count():
-        reason = "--devices auto: XLA does not support NVIDIA GPUs, so it uses the CPU; for GPUs: --engine torch"
+        reason = "--devices auto: --engine xla does not run on GPUs, so it uses the CPU; for GPUs: --engine torch"
     if engine == "torch" and is_cpu and count > usable_cores():
         reason = f"--devices {spec}: {count} processes on {usable_cores()} cores are slower than one per core"
     if engine == "xla" or spec != "auto":
@@ -275,6 +274,9 @@ def run_on_devices(
     names = parse_devices(spec, engine).ranks.names
     if launched() is not None or (len(names) == hosts.most == 1 and restarts == 0):
         return _join_and_call(console, *call)
+    # On macOS, importing torch's agent prints a warning.
+    from flatout.distributed.launch import launch
+
     threads = cpu_threads(len(names))
     return launch(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
 
@@ -283,14 +285,7 @@ def _join_and_call(
     console: Console, spec: str, engine: str, hang_timeout: float, function: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
     world = join(spec, engine, hang_timeout)
-    try:
-        result = function(console, world, *args)
-    except (InputError, Stopped, KeyboardInterrupt):
-        if STORE not in os.environ:
-            # All ranks raise these together, and torch's threads could crash the end of a process that has not left.
-            # flatout's own launcher ends its ranks itself.
-            world.leave()
-        raise
+    result = function(console, world, *args)
     # All hosts end together, so that none mistakes another's end for a failure.
     world.barrier()
     world.leave()

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flatout.data.cache import cache_folder
 from flatout.distributed.environment import launched
 from flatout.distributed.world import World
-from flatout.engine.devices import XLA_INSTALL, tpu_count
+from flatout.engine.devices import XLA_INSTALL, Devices, tpu_count
 from flatout.engine.xla.program import DeviceBatch, Program, State
 from flatout.utils.errors import InputError, first_line
 
@@ -140,14 +140,16 @@ def find(kind: str, indices: Sequence[int], world: World | None = None) -> list[
     except RuntimeError as error:
         raise InputError(
             f"--devices {kind}: JAX finds no {kind.upper()} here ({first_line(error)}). A TPU can be used by one "
-            f"process at a time; a matching driver comes with {XLA_INSTALL}; to simulate devices: --devices 8xcpu"
+            f"process at a time; a matching driver comes with {XLA_INSTALL}; to simulate devices: --engine xla "
+            "--devices 8xcpu"
         ) from error
     if wanted > len(found):
         fix = (
             "; JAX was started in this process with that number, which cannot change; start the process with "
             f"JAX_NUM_CPU_DEVICES={wanted} in its environment"
         )
-        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available{fix if kind == 'cpu' else ''}")
+        spec = Devices(kind=kind, indices=tuple(indices))
+        raise InputError(f"--devices {spec}: only {len(found)} available{fix if kind == 'cpu' else ''}")
     own = [found[index] for index in indices]
     if hosts is None:
         return own
@@ -161,7 +163,7 @@ def find(kind: str, indices: Sequence[int], world: World | None = None) -> list[
 
 @contextlib.contextmanager
 def _settings(kind: str, count: int) -> Iterator[None]:
-    """Set JAX's start-up settings unless it has already started; they are restored afterwards."""
+    """Set JAX's start-up settings unless it has already started; platforms and log level are restored afterwards."""
     if not tpu_count():
         # libtpu would query the cloud's metadata server for minutes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
