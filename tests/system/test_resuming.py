@@ -86,7 +86,7 @@ def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, spee
 
 @pytest.mark.parametrize(
     ("where", "devices", "kept"),
-    [("flatout.train.run.pack_of_host", "cpu", "cpu"), ("flatout.engine.factory.launch", "auto", "2xcpu")],
+    [("flatout.train.run.pack_of_host", "cpu", "cpu"), ("flatout.distributed.launch.launch", "auto", "2xcpu")],
 )
 def test_a_run_that_is_killed_while_it_packs_or_starts_processes_keeps_its_devices(
     where: str, devices: str, kept: str, data: Path, tmp_path: Path, speeds: dict[int, float], monkeypatch
