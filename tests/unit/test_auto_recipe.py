@@ -12,10 +12,15 @@ from sklearn.datasets import load_digits
 
 import flatout
 from flatout.config import Recipe
-from flatout.data.source import ImageDataset
+from flatout.config.settings import Size
+from flatout.data.build import build_pack, load
+from flatout.data.detect import find
+from flatout.data.pack import PackSettings
+from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import generate_recipe, measure_dataset
+from flatout.utils.console import Console
 from flatout.utils.errors import InputError, WeightsUnavailable
 from tests.system.conftest import draw_small_pictures, leave_out_pictures
 from tests.unit.runs import blank_images
@@ -24,7 +29,7 @@ SYMBOLS, PHOTOS = blank_images(600, size=28, channels=1), blank_images(600, size
 
 
 def advice(
-    source: ImageDataset, changes: Mapping[str, Any] | None = None, **options: Any
+    source: DataSource | ImageDataset, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[Recipe, dict[str, str]]:
     facts = measure_dataset(source, accelerated=False, seconds=options.pop("seconds", None))
     return generate_recipe(facts, "", changes or {}, **options)
@@ -76,6 +81,17 @@ def test_large_pictures_start_from_published_weights(
     # The normalisation of the weights, not that of the data.
     assert recipe.data.mean == (0.485, 0.456, 0.406)
     assert ("% on ImageNet" in reasons["model"]) == (not changes)
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize(("size", "channels"), [(64, 3), ((96, 128), 1)])
+def test_the_recipe_of_a_pack_fits_it(size: Size, channels: int, tmp_path: Path) -> None:
+    settings, console = PackSettings(size=size, channels=channels), Console()
+    build_pack(blank_images(20, size=128, channels=channels), settings, tmp_path / "pack", console)
+    found = find(tmp_path / "pack")
+    recipe, _ = advice(found)
+    assert recipe.pretrained
+    assert len(load(found, recipe, cache=False, report=console).labels) == 20
 
 
 @pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3), (96, 4)])

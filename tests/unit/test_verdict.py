@@ -88,6 +88,7 @@ def test_a_finding_and_its_advice(
         (["a", "b", "c"], COUNTS, STEADY, {"class_weights": "balanced"}, "unbalanced"),
         # A head that was fitted, without fine-tuning.
         (TWO, {}, [epoch_line(1) | {"epoch": 0}], {}, ""),
+        (TWO, {}, [epoch_line(1, train_loss=6.5, valid_loss=3.9) | {"epoch": 0}], {"epochs": 0, "linear_probe": True}, ""),
         ([], {"test_r2": 0.4}, loss_rose("valid")[:4], NUMBERS, ""),
     ],
 )  # fmt: skip

@@ -89,7 +89,8 @@ def _diverged(run: _Run) -> Iterator[str]:
     reason = re.search(r"training diverged in [^;]*", run.summary.get("stopped") or "")
     if reason:
         yield f"{reason[0].capitalize()}. {advice}"
-    if reason or not run.metrics or len(run.classes) < 2:
+    # The recipe may smooth labels, which a fitted head was not fitted to.
+    if reason or not run.metrics or len(run.classes) < 2 or not run.recipe.epochs:
         return
     uniform = math.log(len(run.classes))
     if run.recipe.task == "multi-label":  # balanced weights at most double the loss

@@ -93,7 +93,8 @@ class DatasetStats:
     accelerated: bool
     seconds: float | None  # the time budget
     ends: float | None  # its end, by time.perf_counter
-    is_size_given: bool = False  # by the user
+    is_pack: bool = False  # of one size and number of channels
+    is_size_given: bool = False  # by the user, or by a pack
 
     @property
     def side(self) -> int:
@@ -167,6 +168,8 @@ def measure_dataset(
         accelerated=accelerated,
         seconds=seconds,
         ends=None if seconds is None else (time.perf_counter() if began is None else began) + seconds,
+        is_pack=is_pack,
+        is_size_given=is_pack,
     )
 
 
@@ -452,7 +455,7 @@ def _fitted_head(
     facts: DatasetStats, backbones: Sequence[Backbone], speeds: "Speeds | None", *, weights: str = ""
 ) -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes it if time permits."""
-    channels = 3 if facts.channels == 1 else facts.channels
+    channels = 3 if facts.channels == 1 and not facts.is_pack else facts.channels
     start = {"weights": weights} if weights else {"pretrained": True}
 
     def normalisation(backbone: Backbone) -> dict[str, Any]:
