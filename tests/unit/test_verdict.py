@@ -23,6 +23,7 @@ CONSTANT = {"test_accuracy": None, "valid_accuracy": 0.9, "valid_count": 1000, "
 OVERFITTED = lines(8, train_accuracy=0.99, valid_accuracy=0.8)
 RISING = [epoch_line(e, valid_accuracy=0.6 + 0.02 * e, train_accuracy=0.6) for e in range(1, 9)]
 NUMBERS = {"task": "regression", "loss": "mse"}
+FITTED = {"epochs": 0, "linear_probe": True}
 COUNTS = {"train_class_counts": [1200, 900, 30], "test_class_counts": [50, 40, 10]}
 
 
@@ -49,7 +50,7 @@ def loss_rose(split: str, losses: tuple[float, ...] = (0.40, 0.31, 0.28, 0.29, 0
         (TWO, {}, RISING, {}, "still rising at the end, by 0.040 over the last 2 epochs: more than 4 epochs"),
         (TWO, {"stopped": "failed: training diverged in epoch 2: the loss is not finite in step 3; try"}, lines(1), {},
          "Training diverged in epoch 2: the loss is not finite in step 3. Try a lower learning rate than"),
-        (MANY, CHANCE, UNLEARNT, {"epochs": 0, "linear_probe": True}, "Only the head was fitted"),
+        (MANY, CHANCE, UNLEARNT, FITTED, "Only the head was fitted"),
         (TWO, {}, [epoch_line(1, train_loss=1.5), epoch_line(2, train_loss=0.69, valid_loss=0.69)], {},
          "its loss, 1.5, is far above that of guessing, 0.69"),
         (["a", "b", "c"], COUNTS, STEADY, {}, "1,200 training images of a, 30 of c"),
@@ -88,7 +89,7 @@ def test_a_finding_and_its_advice(
         (["a", "b", "c"], COUNTS, STEADY, {"class_weights": "balanced"}, "unbalanced"),
         # A head that was fitted, without fine-tuning.
         (TWO, {}, [epoch_line(1) | {"epoch": 0}], {}, ""),
-        (TWO, {}, [epoch_line(1, train_loss=6.5, valid_loss=3.9) | {"epoch": 0}], {"epochs": 0, "linear_probe": True}, ""),
+        (TWO, {}, [epoch_line(1, train_loss=6.5, valid_loss=3.9) | {"epoch": 0}], FITTED, ""),
         ([], {"test_r2": 0.4}, loss_rose("valid")[:4], NUMBERS, ""),
     ],
 )  # fmt: skip
