@@ -49,7 +49,7 @@ def main() -> None:
         # half an hour may be too short for the first decoding of a large data set.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if args.gpu else "gloo", timeout_s=12 * 3600),
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
-        run_config=RunConfig(storage_path=str(out.parent / "ray")),
+        run_config=RunConfig(storage_path=str(out.with_name(f"{out.name}-logs"))),
     )
     trainer.fit()
     summary = flatout.load(out).summary
