@@ -235,7 +235,7 @@ def _content(found: LabelErrors, rows: list[JsonObject]) -> JsonObject:
             ("images", f"{len(source):,}"),
             ("share of images", f"{100 * len(rows) / len(source):.1f} %"),
             ("median confidence", f"{np.median([row['confidence'] for row in rows]):.2f}" if rows else "—"),
-            ("networks agree with", f"{100 * found.agreement:.1f} %"),
+            ("labels also predicted", f"{100 * found.agreement:.1f} %"),
             ("model", found.recipe.model),
             ("folds", f"{found.recipe.data.folds}: {training}"),
         ],
