@@ -77,7 +77,7 @@ def test_large_pictures_start_from_published_weights(
     recipe, reasons = advice(blank_images(600, size=96, channels=channels), changes)
     assert (published, recipe.channels) == ([recipe.model], 3)
     assert recipe.model.startswith(changes.get("model", "timm:"))
-    assert recipe.pretrained and recipe.linear_probe and recipe.epochs == 0
+    assert recipe.pretrained and recipe.linear_probe and recipe.epochs == recipe.label_smoothing == 0
     # The normalisation of the weights, not that of the data.
     assert recipe.data.mean == (0.485, 0.456, 0.406)
     assert ("% on ImageNet" in reasons["model"]) == (not changes)

@@ -228,10 +228,10 @@ def generate_recipe(
         recipe, reasons = _any_model(facts, model)
     else:
         recipe, reasons = _fast_cnn(facts, model, speeds and speeds.training)
-    if facts.task != "single-label":
-        recipe["label_smoothing"] = 0.0
     if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
         recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
+    if facts.task != "single-label" or not changes.get("epochs", recipe["epochs"]):
+        recipe["label_smoothing"] = 0.0  # heads are fitted without it, so their losses have none
     name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
     # The name of a folder has no suffix: `plants.v2`.
     is_folder = path.endswith("/") or Path(path).is_dir()
