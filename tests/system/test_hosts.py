@@ -105,7 +105,10 @@ def test_a_late_host_leaves_a_run_alone_and_a_host_that_does_not_return_ends_it(
     [
         ({"nodes": "0"}, "--nodes 0"),
         ({"nodes": "3:2"}, "--nodes 3:2"),
-        ({"nodes": "2", "rendezvous": "a"}, "--nodes 2 needs --rendezvous HOST:PORT"),
+        (
+            {"nodes": "2", "rendezvous": "a"},
+            "HOST:PORT, an address of the first host and a port from 1 to 65535, not 'a'",
+        ),
         ({"rendezvous": "a:1"}, "--rendezvous a:1: is for several hosts; give their number with --nodes"),
         ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],

@@ -121,11 +121,8 @@ INPUT_ERRORS = [
         "--devices 8xtpu: this machine has no TPU; to try the engine on simulated devices: --engine xla --devices "
         "8xcpu; to estimate the speed on TPUs: flatout plan",
     ),
-    (
-        ["train", "digits", "--engine", "xla", "--devices", "mps"],
-        "xla runs on TPUs, or on at most 64 simulated devices",
-    ),
-    (["train", "digits", "--engine", "xla", "--devices", "1000xcpu"], "on at most 64 simulated"),
+    (["train", "digits", "--engine", "xla", "--devices", "mps"], "runs on TPUs, or on at most 64 simulated devices"),
+    (["train", "digits", "--engine", "xla", "--devices", "1000xcpu"], "runs on TPUs, or on at most 64 simulated"),
     (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
     (["train", "digits", "--model", "vgg16"], "32x32"),
     (["train", "fashion-mnist", "--data", "/does/not/exist"], "/does/not/exist"),

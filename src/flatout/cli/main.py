@@ -21,7 +21,10 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
+    """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped.
+
+    If another launcher has started the ranks, an error ends this process with its code.
+    """
     args = parse(arguments)
     # At exit, Python would search the objects of torch and timm for garbage, for a second.
     atexit.register(gc.freeze)

@@ -19,6 +19,7 @@ ENGINES = ("torch", "xla")
 # More processes or simulated devices are a typing error that would overload the machine.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
+_SPEC = re.compile(r"(?:([1-9]\d*)x)?(cpu|cuda|mps|tpu)|(cuda|tpu):(\d+(?:,\d+)*)|(auto)")
 # XLA's number formats, the default first.
 XLA_PRECISIONS = {"cpu": ("fp32", "bf16"), "tpu": ("bf16", "fp32")}
 XLA_INSTALL = "pip install 'flatout[tpu]'"
@@ -27,7 +28,6 @@ XLA_INSTALL = "pip install 'flatout[tpu]'"
 # From jax/_src/hardware_utils.py.
 _GOOGLE = "0x1ae0"
 _TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
-_SPEC = re.compile(r"(?:([1-9]\d*)x)?(cpu|cuda|mps|tpu)|(cuda|tpu):(\d+(?:,\d+)*)|(auto)")
 
 
 @dataclass(frozen=True, kw_only=True)
